@@ -1,6 +1,6 @@
 """What changes from version to version, as Arrow record batches, and as files of them.
 
-Never serves rows and never holds a table. Open `stream` first.
+Never serves rows. Open `stream` first.
 
 ```python
 from cnr_store.changes import changes

@@ -58,7 +58,7 @@ def change_schema(table: str, schema: TableSchema, slots: Sequence[str] = ()) ->
 
     ``table`` and ``op`` (``upsert``, ``delete``) are dictionaries; ``row_id``, ``version`` and ``step`` int64;
     ``values`` a fixed-size list of ``dim``; each slot ``slot_<name>``, a number or such a list. Values and slots of a
-    deleted row are null. Fields of floats say the table's own ``dtype`` in their metadata.
+    deleted row are null. The metadata of float fields has the table's ``dtype``.
     """
     fields = [pa.field("table", _TABLE, nullable=False), pa.field("row_id", pa.int64(), nullable=False)]
     fields.append(_floats("values", schema.dtype, schema.dim))

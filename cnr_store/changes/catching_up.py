@@ -1,13 +1,12 @@
-"""A consumer's own copy brought to the newest version by comparing all of it: where a cursor has expired.
+"""Updates a consumer's own copy to the newest version by comparing all of it, after its cursor expired.
 
-Both are read window by window and compared by their bits, so only rows that differ are told, and the copy is then what
-the snapshot is, whatever it was before.
+Copy and snapshot are read window by window and compared bit by bit. Only rows that differ are reported.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,29 +15,29 @@ import pyarrow as pa
 
 from cnr_store.changes.arrow import RowBlock, change_batches
 from cnr_store.changes.cursor import ChangeCursor
-from cnr_store.changes.differences import Copy, Nothing, compared_rows
+from cnr_store.changes.differences import Nothing, compared_rows
 from cnr_store.changes.stream import MAX_BATCH_ROWS
-from cnr_store.changes.table_rows import Span, TableRows, Window, rows_of
-from cnr_store.encodings.widths import as_columns, to_float32
+from cnr_store.changes.table_rows import Span, TableRows, rows_of
+from cnr_store.encodings.widths import as_columns
 from cnr_store.errors import BadInput, BadShape, VersionExpired
 from cnr_store.format.records import TableSchema
+from cnr_store.read.changed_rows import Window
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.threads import blocks
-from cnr_store.segment.codes import array_specs
 from cnr_store.store import Store
 from cnr_store.types import Raw, RowIds
 
 Array = npt.NDArray[Any]
-HeldArrays = Array | Mapping[str, Array]
+CopyArrays = Array | Mapping[str, Array]
 """Values (rows, dim), or ``values`` and slots by name."""
 
-HeldRows = HeldArrays | Callable[[int, int], HeldArrays]
-"""A dense table: its arrays, or rows [start, stop) of them on demand; fewer where the copy ends before."""
+CopyRows = CopyArrays | Callable[[int, int], CopyArrays]
+"""A dense table: its arrays, or a function that returns rows [start, stop); fewer at the end of the copy."""
 
-HeldKeys = tuple[Array, HeldArrays] | Callable[[int, int], tuple[Array, HeldArrays]]
-"""A hashed table: keys and arrays, or those of the keys from a first to a last, inclusive, on demand."""
+CopyKeys = tuple[Array, CopyArrays] | Callable[[int, int], tuple[Array, CopyArrays]]
+"""A hashed table: keys and arrays, or a function that returns those from a first to a last key, inclusive."""
 
-ConsumerTable = HeldRows | HeldKeys
+ConsumerTable = CopyRows | CopyKeys
 
 _PIECE_ROWS = 65_536
 _TRIES = 5
@@ -47,33 +46,34 @@ _MOST_ROWS = 1 << 48
 
 def catch_up(
     store: Store,
-    held: Mapping[str, ConsumerTable],
+    copies: Mapping[str, ConsumerTable],
     *,
     tables: Collection[str] | None = None,
     cursor: str | None = None,
     ttl_s: float | None = None,
     max_batch_rows: int = MAX_BATCH_ROWS,
 ) -> CatchUp:
-    """Return the rows in which the newest version differs from a consumer's copy, as `changes` would tell them.
+    """Return the rows in which the newest version differs from a consumer's copy, in the batches of `changes`.
 
-    What to do after `CursorExpired`: apply the batches to the copy, and go on with a stream behind ``.cursor``. Exact,
-    bit for bit, whatever the copy holds; reads every row of the snapshot, and asks for every row of the copy.
+    Use it after `CursorExpired`: apply the batches to the copy, then continue with a stream from ``.cursor``. The copy
+    is then equal to the snapshot bit by bit. Reads every row of the snapshot, and asks for every row of the copy.
 
     Parameters
     ----------
     store
         The store, or a branch of it.
-    held
-        Table to what the consumer has of it. Dense tables: an array (rows, dim), or a function of (start, stop) that
-        returns those rows, or fewer where the copy ends. Hashed tables: (keys, array), or a function of (first, last),
-        inclusive, that returns both. bfloat16 as float32 or as its bits (uint16). Instead of an array a mapping of
-        ``values`` and slots by name, which then are compared and told too. A table that is not here is told whole.
+    copies
+        The consumer's copy by table. Dense tables: an array (rows, dim), or a function of (start, stop) that returns
+        those rows, or fewer at the end of the copy. Hashed tables: (keys, array), or a function of (first, last),
+        inclusive, that returns both. bfloat16 as float32 or as its bits (uint16). Instead of an array, a mapping of
+        ``values`` and slots by name; then slots are compared and reported too. All rows are reported of a table without
+        a copy.
     tables
-        Those to look at; None is all that the snapshot has, and all of ``held``.
+        The tables to compare; None is all tables of the snapshot and of ``copies``.
     cursor, ttl_s
-        The name to register in the store, as for `changes`; before anything is read.
+        The cursor to register in the store before anything is read, as for `changes`.
     max_batch_rows
-        Most rows in a batch.
+        Maximum number of rows in a batch.
 
     Raises
     ------
@@ -104,8 +104,8 @@ def catch_up(
     else:
         snapshot = store.snapshot()
         store.register_cursor(cursor or "", snapshot.version, ttl_s=ttl_s)
-    names = sorted({*held, *snapshot.tables} if tables is None else tables)
-    return CatchUp(snapshot, held, names, ChangeCursor.at(store, snapshot.version), max_batch_rows)
+    names = sorted({*copies, *snapshot.tables} if tables is None else tables)
+    return CatchUp(snapshot, copies, names, ChangeCursor.at(store, snapshot.version), max_batch_rows)
 
 
 class CatchUp:
@@ -114,13 +114,13 @@ class CatchUp:
     Attributes
     ----------
     version
-        What the copy is compared with.
+        The version that the copy is compared with.
     """
 
     def __init__(
         self,
         snapshot: Snapshot,
-        held: Mapping[str, ConsumerTable],
+        copies: Mapping[str, ConsumerTable],
         tables: Sequence[str],
         end: ChangeCursor,
         max_batch_rows: int,
@@ -128,11 +128,11 @@ class CatchUp:
         self.version = snapshot.version
         self._end = end
         self._is_done = False
-        self._batches = self._compare(snapshot, held, tables, max_batch_rows)
+        self._batches = self._compare(snapshot, copies, tables, max_batch_rows)
 
     @property
     def cursor(self) -> ChangeCursor | None:
-        """Where `changes` goes on, once every batch was taken; None before."""
+        """The position from which `changes` continues; None until every batch was taken."""
         return self._end if self._is_done else None
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
@@ -144,134 +144,110 @@ class CatchUp:
         Raises
         ------
         VersionExpired
-            The version expired while it was read: catch up again. A registered cursor prevents it.
+            The version expired while it was read: call `catch_up` again. A registered cursor prevents this.
         BadShape, BadInput, CorruptStore, StorageFailure
         """
         return next(self._batches)
 
     def _compare(
-        self, snapshot: Snapshot, held: Mapping[str, ConsumerTable], tables: Sequence[str], max_batch_rows: int
+        self, snapshot: Snapshot, copies: Mapping[str, ConsumerTable], tables: Sequence[str], max_batch_rows: int
     ) -> Iterator[pa.RecordBatch]:
         for table in tables:
-            copy = _copy_of(table, held.get(table))
+            copy = _ConsumerCopy(table, copies[table]) if table in copies else None
             schema = snapshot.tables.get(table)
-            after: _Widened | Nothing = Nothing()
+            after: TableRows | Nothing = Nothing()
             names: list[str] = []
-            if schema is None:
-                schema = _schema_of_nothing(copy)
+            if schema is not None:
+                known = {"codes"} if copy is None else copy.names
+                names = ["codes", *(f"slots/{slot}" for slot in sorted(schema.slots) if f"slots/{slot}" in known)]
+                after = TableRows(snapshot, table, names)
+            elif copy is not None:
+                schema = copy.schema
             else:
-                names = ["codes", *(f"slots/{slot}" for slot in sorted(schema.slots) if f"slots/{slot}" in copy.names)]
-                after = _Widened(TableRows(snapshot, table, names))
+                continue
+            if copy is not None:
+                copy.compared = tuple(names) if copy.names >= set(names) else ()
             slots = [name.removeprefix("slots/") for name in names[1:]]
-            for block in compared_rows(copy.of(names), after):
+            for block in compared_rows(copy or Nothing(), after):
                 yield from change_batches(table, schema, slots, block, snapshot.version, snapshot.step, max_batch_rows)
         self._is_done = True
 
 
-class _Widened:
-    """Rows of a table with bfloat16 as float32: the copy may hold either."""
-
-    def __init__(self, rows: TableRows) -> None:
-        self._rows = rows
-        self._dtypes = {name: spec.dtype for name, spec in array_specs(rows.schema).items()}
-
-    def spans(self) -> list[Span]:
-        """See `Copy`."""
-        return self._rows.spans()
-
-    def read_window(self, window: Window) -> RowBlock:
-        """See `Copy`."""
-        block = self._rows.read_window(window)
-        arrays = {
-            name: to_float32(array, "bfloat16") if self._dtypes[name] == "bfloat16" else array
-            for name, array in block.arrays.items()
-        }
-        return RowBlock(block.rows, arrays, block.is_present)
-
-
-@dataclass(frozen=True, slots=True)
-class _ReadableCopy:
-    """What a consumer holds of one table, whichever way it was given.
+class _ConsumerCopy:
+    """A consumer's copy of one table, in any of the forms that `catch_up` takes; a `Copy`.
 
     Attributes
     ----------
     names
-        The arrays that there are: ``codes``, ``slots/<name>``.
-    dim
-        Columns of the values.
-    is_hashed
-        Whether rows are found by key rather than by position.
-    pieces
-        Where its rows are.
-    read
-        First and last row, inclusive, to the rows and their arrays.
+        The arrays that it has: ``codes``, ``slots/<name>``.
+    compared
+        Those that are compared; without any, every row differs.
+    schema
+        A schema for rows that only the copy has: they are reported as deleted.
     """
 
-    names: frozenset[str]
-    dim: int
-    is_hashed: bool
-    pieces: tuple[Span, ...]
-    read: Callable[[int, int], tuple[RowIds, dict[str, Array]]]
-
-    def of(self, names: Sequence[str]) -> Copy:
-        """Return the copy as it is compared: these arrays, or the rows alone where one of them is not held."""
-        return _HeldCopy(self, tuple(names) if self.names >= set(names) else ())
-
-
-@dataclass(frozen=True, slots=True)
-class _HeldCopy:
-    held: _ReadableCopy
-    names: tuple[str, ...]
+    def __init__(self, table: str, given: ConsumerTable) -> None:
+        self._table = table
+        sample: Any = given(0, 0) if callable(given) else given
+        self._is_hashed = isinstance(sample, tuple)
+        self._read: Callable[[int, int], Any] | None = given if callable(given) else None
+        if self._is_hashed:
+            self._keys, self._arrays = _keys_and_arrays(table, *sample)
+        else:
+            self._keys, self._arrays = np.empty(0, np.int64), _arrays_of(table, sample, None)
+        self.names = frozenset(self._arrays)
+        self.compared: tuple[str, ...] = ()
+        self.schema = TableSchema(
+            num_rows=0, dim=self._arrays["codes"].shape[1], dtype="float32",
+            keys="hashed" if self._is_hashed else "dense", encoding=Raw(),
+        )  # fmt: skip
+        self._size = len(self._arrays["codes"]) if self._read is None else 0
+        if self._read is not None and not self._is_hashed:
+            self._size = self._find_size(self._read)
 
     def spans(self) -> list[Span]:
         """See `Copy`."""
-        return list(self.held.pieces)
+        keys = self._keys if self._is_hashed else range(self._size)
+        pieces = blocks(len(keys) if self._read is None or not self._is_hashed else 0, _PIECE_ROWS)
+        return [(int(keys[low]), int(keys[high - 1]), high - low) for low, high in pieces]
 
     def read_window(self, window: Window) -> RowBlock:
         """See `Copy`."""
-        rows, arrays = self.held.read(*window)
-        return RowBlock(rows, {name: arrays[name] for name in self.names})
+        first, last = window
+        if not self._is_hashed:
+            start, stop = rows_of(window, self._size)
+            rows, cut, arrays = np.arange(start, stop, dtype=np.int64), slice(start, stop), self._arrays
+            if self._read is not None:
+                cut, arrays = slice(None), _arrays_of(self._table, self._read(start, stop), stop - start)
+        elif self._read is not None:
+            rows, arrays = _keys_and_arrays(self._table, *self._read(first, last))
+            cut = slice(None)
+        else:
+            cut = slice(int(np.searchsorted(self._keys, first)), int(np.searchsorted(self._keys, last, side="right")))
+            rows, arrays = self._keys[cut], self._arrays
+        return RowBlock(rows, {name: arrays[name][cut] for name in self.compared})
+
+    def _find_size(self, rows: Callable[[int, int], Any]) -> int:
+        """The number of rows of a dense copy on demand, by asking for single rows."""
+
+        def has(row: int) -> bool:
+            return len(_arrays_of(self._table, rows(row, row + 1), None)["codes"]) > 0
+
+        high = 1 if has(0) else 0
+        while has(high):
+            high *= 2
+            if high > _MOST_ROWS:
+                raise BadInput(
+                    f"the copy of table {self._table!r} has no end: its function returns row {high // 2}; let it "
+                    "return fewer rows than it is asked for where the copy ends",
+                    table=self._table, found=high // 2,
+                )  # fmt: skip
+        between = range(high // 2 + 1, high)
+        return high and between.start + bisect.bisect_left(between, True, key=lambda row: not has(row))
 
 
-def _copy_of(table: str, held: ConsumerTable | None) -> _ReadableCopy:
-    if held is None:
-        nothing = np.empty(0, np.int64)
-        return _ReadableCopy(frozenset(), 1, False, (), lambda _first, _last: (nothing, {}))
-    if callable(held):
-        sample = held(0, 0)
-        if isinstance(sample, tuple):
-            return _keys_on_demand(table, held, sample)
-        return _rows_on_demand(table, held, sample)
-    return _keys_at_hand(table, *held) if isinstance(held, tuple) else _rows_at_hand(table, held)
-
-
-def _rows_at_hand(table: str, given: HeldArrays) -> _ReadableCopy:
-    arrays = _arrays_of(table, given, None)
-    size = len(arrays["codes"])
-
-    def read(first: int, last: int) -> tuple[RowIds, dict[str, Array]]:
-        start, stop = rows_of((first, last), size)
-        return np.arange(start, stop, dtype=np.int64), _cut(arrays, slice(start, stop))
-
-    return _ReadableCopy(frozenset(arrays), arrays["codes"].shape[1], False, _pieces(size), read)
-
-
-def _rows_on_demand(table: str, held: Callable[[int, int], Any], sample: HeldArrays) -> _ReadableCopy:
-    arrays = _arrays_of(table, sample, None)
-
-    def has(row: int) -> bool:
-        return len(_arrays_of(table, held(row, row + 1), None)["codes"]) > 0
-
-    size = _size(table, has)
-
-    def read(first: int, last: int) -> tuple[RowIds, dict[str, Array]]:
-        start, stop = rows_of((first, last), size)
-        return np.arange(start, stop, dtype=np.int64), _arrays_of(table, held(start, stop), stop - start)
-
-    return _ReadableCopy(frozenset(arrays), arrays["codes"].shape[1], False, _pieces(size), read)
-
-
-def _keys_at_hand(table: str, keys: Array, given: HeldArrays) -> _ReadableCopy:
+def _keys_and_arrays(table: str, keys: Array, given: CopyArrays) -> tuple[RowIds, dict[str, Array]]:
+    """The keys in ascending order, and the arrays of their rows by name."""
     keys = np.asarray(keys)
     if keys.ndim != 1 or (keys.dtype.kind not in "iu" and len(keys)):
         raise BadInput(
@@ -281,37 +257,22 @@ def _keys_at_hand(table: str, keys: Array, given: HeldArrays) -> _ReadableCopy:
         )  # fmt: skip
     keys = keys.astype(np.int64)
     arrays = _arrays_of(table, given, len(keys))
+    if np.all(keys[1:] > keys[:-1]):
+        return keys, arrays
     order = np.argsort(keys, kind="stable")
-    rows = keys[order]
-    if np.any(rows[1:] == rows[:-1]):
+    keys = keys[order]
+    if np.any(keys[1:] == keys[:-1]):
         raise BadInput(f"the copy of table {table!r} has a key twice", table=table)
-    pieces = [(int(rows[low]), int(rows[high - 1]), high - low) for low, high in blocks(len(rows), _PIECE_ROWS)]
-
-    def read(first: int, last: int) -> tuple[RowIds, dict[str, Array]]:
-        low, high = np.searchsorted(rows, first, side="left"), np.searchsorted(rows, last, side="right")
-        return rows[low:high], _cut(arrays, order[low:high])
-
-    return _ReadableCopy(frozenset(arrays), arrays["codes"].shape[1], True, tuple(pieces), read)
+    return keys, {name: array[order] for name, array in arrays.items()}
 
 
-def _keys_on_demand(table: str, held: Callable[[int, int], Any], sample: tuple[Array, HeldArrays]) -> _ReadableCopy:
-    arrays = _arrays_of(table, sample[1], len(sample[0]))
-
-    def read(first: int, last: int) -> tuple[RowIds, dict[str, Array]]:
-        found = _keys_at_hand(table, *held(first, last))
-        return found.read(first, last)
-
-    return _ReadableCopy(frozenset(arrays), arrays["codes"].shape[1], True, (), read)
-
-
-def _arrays_of(table: str, given: HeldArrays, rows: int | None) -> dict[str, Array]:
-    """The arrays by their names in the store, each (rows, width)."""
+def _arrays_of(table: str, given: CopyArrays, rows: int | None) -> dict[str, Array]:
+    """The arrays by name, each (rows, width)."""
     named = given if isinstance(given, Mapping) else {"values": given}
     if "values" not in named:
         raise BadInput(f"the copy of table {table!r} has no 'values'; it has {sorted(named)}", table=table)
     arrays = {
-        "codes" if name == "values" else f"slots/{name}": _widened(as_columns(np.asarray(array)))
-        for name, array in named.items()
+        "codes" if name == "values" else f"slots/{name}": as_columns(np.asarray(array)) for name, array in named.items()
     }
     rows = arrays["codes"].shape[0] if rows is None and arrays["codes"].ndim else rows
     for name, array in arrays.items():
@@ -321,42 +282,3 @@ def _arrays_of(table: str, given: HeldArrays, rows: int | None) -> dict[str, Arr
                 table=table, expected=rows, found=array.shape,
             )  # fmt: skip
     return arrays
-
-
-def _widened(array: Array) -> Array:
-    return to_float32(array, "bfloat16") if array.dtype == np.uint16 else array
-
-
-def _cut(arrays: Mapping[str, Array], chosen: Any) -> dict[str, Array]:
-    return {name: array[chosen] for name, array in arrays.items()}
-
-
-def _pieces(size: int) -> tuple[Span, ...]:
-    return tuple((start, stop - 1, stop - start) for start, stop in blocks(size, _PIECE_ROWS))
-
-
-def _size(table: str, has: Callable[[int], bool]) -> int:
-    """How many rows there are, where only single ones can be asked for."""
-    if not has(0):
-        return 0
-    high = 1
-    while has(high):
-        high *= 2
-        if high > _MOST_ROWS:
-            raise BadInput(
-                f"the copy of table {table!r} has no end: its function returns row {high // 2}; let it return fewer "
-                "rows than it is asked for where the copy ends",
-                table=table, found=high // 2,
-            )  # fmt: skip
-    low = high // 2
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (middle, high) if has(middle) else (low, middle)
-    return high
-
-
-def _schema_of_nothing(copy: _ReadableCopy) -> TableSchema:
-    """A table that the snapshot does not have: only its rows can be told, as deleted."""
-    return TableSchema(
-        num_rows=0, dim=copy.dim, dtype="float32", keys="hashed" if copy.is_hashed else "dense", encoding=Raw()
-    )

@@ -1,4 +1,4 @@
-"""How far a consumer of a log has come: a small record that it keeps with its own data. Pure, no I/O."""
+"""The position of a consumer in a log: a small record that it stores with its own data. Pure, no I/O."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A change stream kept as files, Parquet or Arrow IPC: what a query engine reads, and where a restart goes on.
+"""Writes a change stream to files, Parquet or Arrow IPC, for query engines; the next run continues them.
 
-A version's files are written under other names and renamed when they are complete, and the cursor is put behind them:
-whoever reads the cursor first finds every file of the versions up to it. What a killed run left behind is removed by
-the next one, so that no version is there twice and none is missing.
+The files of a version get their final names when all of them are complete, and the cursor is written after that. So the
+files of all versions up to the cursor exist. The next run removes what a killed run left, so that no version is missing
+or there twice.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _FILE = re.compile(r"([0-9]{20})-[0-9]{5,}\.(parquet|arrow)(\.part)?")
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
-    """``__recording.json``: what the folder holds the changes of, and up to which version (None: nothing yet).
+    """``__recording.json``: the source of a folder's changes, and their last version (None: none yet).
 
-    ``tables`` None is all tables. A run with others would leave gaps that nobody sees: it is refused.
+    ``tables`` None is all tables. A run with others is refused, because it would leave gaps.
     """
 
     format: RecordingFormat
@@ -54,7 +54,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cursor(self) -> ChangeCursor | None:
-        """Where to go on."""
+        """Where to continue."""
         if self.version is None:
             return None
         return ChangeCursor(store=self.store, branch=self.branch, version=self.version)
@@ -89,7 +89,7 @@ class RecordingReport:
     Attributes
     ----------
     cursor
-        Where the next run goes on; None if the store was empty.
+        Where the next run continues; None if the store was empty.
     """
 
     versions: int
@@ -100,14 +100,14 @@ class RecordingReport:
 
 
 def recorded_cursor(folder: str | os.PathLike[str]) -> ChangeCursor | None:
-    """Return up to where a folder holds the changes, for ``changes(store, since=...)``; None if it holds none.
+    """Return the position up to which a folder has changes, for ``changes(store, since=...)``; None if it has none.
 
     Raises
     ------
     BadInput
-        What says so cannot be understood.
+        Its record of this is damaged.
     AccessDenied, StorageFailure
-        Or cannot be read.
+        It cannot be read.
     """
     recording = _read(Path(folder))
     return None if recording is None else recording.cursor
@@ -137,11 +137,11 @@ def write_parquet(
     Raises
     ------
     BadInput
-        The folder holds changes of another store, of other tables, in another format, or up to another version.
+        The folder has changes of another store, of other tables, in another format, or up to another version.
     Conflict
         Another process is writing there.
     CursorExpired, CorruptStore, AccessDenied, StorageFailure
-        Of the store or of the folder. Nothing of the version under way is left; a next run goes on.
+        Of the store or of the folder. Nothing of the version under way is left; a next run continues.
 
     Examples
     --------
@@ -211,7 +211,7 @@ def _write(
 
 
 def _begin(stream: ChangeStream, folder: Path, kind: RecordingFormat) -> Recording:
-    """Check that the stream goes on where the folder ends, and remove what a killed run left."""
+    """Check that the stream continues where the folder ends, and remove what a killed run left."""
     own = Recording(
         format=kind, store=stream.store.uuid, branch=stream.store.internals.branch_uuid,
         version=None if stream.cursor is None else stream.cursor.version,
@@ -292,7 +292,7 @@ class _Files:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if kind is not None:
-            # A full disk refuses the end of the file as well: what went wrong first is told, and nothing is left.
+            # A full disk refuses the end of the file as well: what went wrong first is reported, and nothing is left.
             with contextlib.suppress(OSError, pa.ArrowException):
                 self._close()
             self._remove()
@@ -414,7 +414,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _failing_at(path: Path) -> Iterator[None]:
-    """Turn what the system, or pyarrow, says of files into errors of this library."""
+    """Turn errors of the system or of pyarrow about files into errors of this library."""
     with failing_at(path, "written"):
         try:
             yield

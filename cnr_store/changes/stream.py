@@ -1,8 +1,8 @@
-"""What changes in a store, version by version, as Arrow record batches: for online training and analytics.
+"""The changes of a store, version by version, as Arrow record batches: for online training and analytics.
 
-Pulled by its consumer: nothing is read before it is asked for, and what is held is bounded by windows. A version's
-batches come together, and the cursor moves behind them when the consumer comes back for more, so a consumer that goes
-on from its cursor misses nothing and sees at most one version twice. Values are absolute, so that does no harm.
+The consumer pulls: nothing is read before it asks, and memory is bounded by windows. The batches of a version come
+together. The cursor advances when the consumer asks for the next version. A consumer that continues from its cursor
+misses nothing and gets at most one version twice, which does no harm because values are absolute.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ import pyarrow as pa
 
 from cnr_store.changes.arrow import change_schema
 from cnr_store.changes.cursor import ChangeCursor
-from cnr_store.changes.stream_hold import StreamHold
 from cnr_store.changes.stream_path import StreamPath
 from cnr_store.changes.version_reader import VersionReader, names_of, segment_of
 from cnr_store.errors import BadInput, BranchNotFound, CursorExpired, MissingObject, TableNotFound, VersionNotFound
 from cnr_store.format.commit_record import LogEntry, is_live
-from cnr_store.runtime.arguments import checked_count, checked_number
+from cnr_store.runtime.arguments import checked_choice, checked_count, checked_number
 from cnr_store.runtime.repeating import pause_s
+from cnr_store.serving.holds import RegisteredCursor
+from cnr_store.serving.loader_options import check_names
 from cnr_store.store import Store
 
 MAX_BATCH_ROWS = 65_536
 CACHE_BYTES = 256 * 1024 * 1024
+
+_WAIT_S = 0.5
+"""Seconds between polls of a stream that does not follow, for a version that its relay has not copied yet."""
 
 
 def changes(
@@ -47,44 +51,45 @@ def changes(
     mirror: Literal["none", "memory"] = "none",
     cache_bytes: int = CACHE_BYTES,
 ) -> ChangeStream:
-    """Return what changed behind a version, as a stream of `pyarrow.RecordBatch`; no I/O before the first is asked for.
+    """Return the changes after a version as a stream of `pyarrow.RecordBatch`; no I/O before the first is requested.
 
-    Each batch holds rows of one table at one version, sorted by row id, in the columns of `change_schema`. The batches
-    of a version come together, tables in order. Every version that is live is told; what happened in versions that
-    have expired comes with the next live one. A compaction tells nothing, a rollback the rows that differ.
+    Each batch has rows of one table at one version, sorted by row id, in the columns of `change_schema`. The batches of
+    a version come together, tables in order. Every live version is reported; the changes of expired versions come with
+    the next live one. A compaction has no changes, a rollback has the rows that differ.
 
     Parameters
     ----------
     store
         The store, or a branch of it.
     since
-        Where the consumer is: only what changed behind it comes. None begins with the whole latest snapshot, every row
-        an ``upsert``: begin that one with an empty copy.
+        The version that the consumer has; only later changes are reported. None starts with the whole latest snapshot,
+        every row an ``upsert``: apply it to an empty copy.
     tables
-        Those to tell of; None is all.
+        The tables to report; None is all.
     follow
-        Wait for more at the end, until `ChangeStream.close`. Otherwise the stream ends with the version that is the
-        newest when it begins.
+        Wait for new versions until `ChangeStream.close`. Otherwise the stream ends with the version that is the newest
+        at its start.
     slots
-        Whether slots come too, as columns ``slot_<name>``. Rows of which slots alone changed come in either case.
+        Whether slots are reported too, as columns ``slot_<name>``. Rows of which only slots changed are always
+        reported.
     slots_rule
-        For one-dimensional slots stored per column range: ``exact`` refuses, ``mean`` averages (`TableView`).
+        For one-dimensional slots stored per column range: ``exact`` raises, ``mean`` averages (`TableView`).
     poll_interval_s
-        How long to wait between two looks when following. A look that finds nothing costs one request.
+        Seconds between two polls when following. A poll without a new version costs one request.
     cursor
-        The name to register in the store (`Store.register_cursor`), so that expiry and collection wait: at ``since`` or
-        the first snapshot when the stream begins, and behind each version that was consumed. Needs write access.
+        The cursor to register in the store (`Store.register_cursor`), which protects what is still needed from expiry:
+        at ``since`` or the first snapshot at the start, then at each version that was consumed. Needs write access.
     ttl_s
-        For how long a registered cursor holds without being moved or renewed; None is until `Store.drop_cursor`. It is
-        renewed between batches and looks, so give more than a consumer takes for a batch.
+        Seconds until a registered cursor expires if it is not renewed; None is never (`Store.drop_cursor`). It is
+        renewed between batches and polls, so give more than a consumer takes for a batch.
     max_batch_rows
         Most rows in a batch.
     mirror
-        Where the values of changed rows come from. ``none``: the store. ``memory``: a copy of the tables as of the
-        version consumed, to which deltas are added; it is loaded at the first version, and then a version costs what
-        it changes wherever the rows lie. Without slots.
+        The source of the values of changed rows. ``none``: the store. ``memory``: a copy of the tables as of the
+        consumed version, to which deltas are added. It is loaded at the first version; then the cost of a version grows
+        with its changed rows. Without slots.
     cache_bytes
-        Bound on decoded chunks kept for the values of the next versions' rows; not needed with a mirror.
+        Maximum size of the cache of decoded chunks; not needed with a mirror.
 
     Raises
     ------
@@ -105,11 +110,38 @@ def changes(
     ...     batch["version"][0].as_py(), batch["row_id"].to_pylist(), batch["values"].to_pylist()
     (4, [1, 3], [[3.0, 3.0], [3.0, 3.0]])
     """
-    return ChangeStream(
-        store, since, tables=tables, follow=follow, slots=slots, slots_rule=slots_rule,
-        poll_interval_s=poll_interval_s, cursor=cursor, ttl_s=ttl_s, max_batch_rows=max_batch_rows,
-        mirror=mirror, cache_bytes=cache_bytes,
+    if not isinstance(store, Store):
+        raise BadInput(f"changes() takes an open store, found {store!r}; give Store.open(url)", found=str(store))
+    check_names("tables", tables)
+    checked_count("max_batch_rows", max_batch_rows, least=1)
+    checked_number("poll_interval_s", poll_interval_s, above=0, most=1e9)
+    checked_choice("slots_rule", slots_rule, ("exact", "mean"))
+    if mirror not in ("none", "memory") or (slots and mirror != "none"):
+        raise BadInput(f"mirror is {mirror!r}; give 'none', or 'memory' without slots", found=mirror)
+    only = None if tables is None else frozenset(tables)
+    reader = VersionReader(
+        store, only, slots=slots, slots_rule=slots_rule, max_batch_rows=max_batch_rows, cache_bytes=cache_bytes,
+        has_copy=mirror == "memory",
     )  # fmt: skip
+    return ChangeStream(
+        store, _start_of(store, since), reader, RegisteredCursor(store, cursor, ttl_s),
+        poll_interval_s=poll_interval_s if follow else None,
+    )  # fmt: skip
+
+
+def _start_of(store: Store, since: ChangeCursor | int | None) -> ChangeCursor | None:
+    if since is None:
+        return None
+    if isinstance(since, ChangeCursor):
+        since.check_of(store)
+        return since
+    if isinstance(since, bool) or not isinstance(since, int | np.integer):
+        raise BadInput(
+            f"since takes a version or a ChangeCursor, found {since!r}; for a stored text give "
+            "ChangeCursor.from_json(...)",
+            found=str(since),
+        )
+    return ChangeCursor.at(store, int(since))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +153,7 @@ class VersionChanges:
     version, step
         The log position, and the training step of its state.
     batches
-        To be taken to the end before the next version is asked for; may be empty.
+        Take all of them before you request the next version; may be empty.
     """
 
     version: int
@@ -130,61 +162,30 @@ class VersionChanges:
 
 
 class _TargetGone(Exception):
-    """The version expired, and is gone, before anything of it was told."""
+    """The version expired and was deleted before a batch of it was reported."""
 
 
 class ChangeStream:
     """An iterator of record batches; see `changes`. One thread iterates; `close` may be called from any.
 
-    After an error the next call tries again: it begins the version anew that was not consumed to its end.
+    After an error the next call retries: it starts the version again that was not consumed completely.
     """
 
     def __init__(
         self,
         store: Store,
-        since: ChangeCursor | int | None,
+        start: ChangeCursor | None,
+        reader: VersionReader,
+        registered: RegisteredCursor,
         *,
-        tables: Collection[str] | None,
-        follow: bool,
-        slots: bool,
-        slots_rule: Literal["exact", "mean"],
-        poll_interval_s: float,
-        cursor: str | None,
-        ttl_s: float | None,
-        max_batch_rows: int,
-        mirror: Literal["none", "memory"],
-        cache_bytes: int,
+        poll_interval_s: float | None,
     ) -> None:
-        if not isinstance(store, Store):
-            raise BadInput(f"changes() takes an open store, found {store!r}; give Store.open(url)", found=str(store))
-        if isinstance(tables, str):
-            raise BadInput(f"tables takes a list of names, found {tables!r}; give [{tables!r}]", found=tables)
-        checked_count("max_batch_rows", max_batch_rows, least=1)
-        checked_number("poll_interval_s", poll_interval_s, above=0, most=1e9)
-        if mirror not in ("none", "memory") or (slots and mirror != "none"):
-            raise BadInput(f"mirror is {mirror!r}; give 'none', or 'memory' without slots", found=mirror)
-        if isinstance(since, ChangeCursor):
-            since.check_of(store)
-        elif since is not None:
-            if isinstance(since, bool) or not isinstance(since, int | np.integer):
-                raise BadInput(
-                    f"since takes a version or a ChangeCursor, found {since!r}; of a text that was kept give "
-                    "ChangeCursor.from_json(...)",
-                    found=str(since),
-                )
-            since = ChangeCursor.at(store, int(since))
-        if slots_rule not in ("exact", "mean"):
-            raise BadInput(f"slots_rule is 'exact' or 'mean', found {slots_rule!r}", found=slots_rule)
+        """Without ``poll_interval_s`` the stream ends at the newest version of its start."""
         self._store = store
-        self._cursor = since
-        self._only = None if tables is None else frozenset(tables)
-        self._follow, self._poll_interval_s = follow, poll_interval_s
-        self._slots = slots
-        self._hold = StreamHold(store, cursor, ttl_s)
-        self._reader = VersionReader(
-            store, self._only, slots=slots, slots_rule=slots_rule, max_batch_rows=max_batch_rows,
-            cache_bytes=cache_bytes, has_copy=mirror == "memory",
-        )  # fmt: skip
+        self._cursor = start
+        self._reader = reader
+        self._registered = registered
+        self._poll_interval_s = poll_interval_s
         self._closed = threading.Event()
         self._is_over = False
         self._flat: Iterator[pa.RecordBatch] | None = None
@@ -194,18 +195,18 @@ class ChangeStream:
 
     @property
     def cursor(self) -> ChangeCursor | None:
-        """How far everything was consumed: a version whose last batch was followed by another call. None: nowhere."""
+        """The last version that was consumed: its last batch was followed by another call. None before the first."""
         return self._cursor
 
     @property
     def tables(self) -> tuple[str, ...] | None:
-        """The tables that are told of, sorted; None is all."""
-        return None if self._only is None else tuple(sorted(self._only))
+        """The reported tables, sorted; None is all."""
+        return None if self._reader.only is None else tuple(sorted(self._reader.only))
 
     @property
     def has_slots(self) -> bool:
-        """Whether slots are told too."""
-        return self._slots
+        """Whether slots are reported too."""
+        return self._reader.has_slots
 
     @property
     def store(self) -> Store:
@@ -221,7 +222,7 @@ class ChangeStream:
             The stream has several tables, whose columns differ: name one in ``tables=``.
         """
         tables = self._store.snapshot().tables
-        names = sorted(tables) if self._only is None else sorted(self._only)
+        names = sorted(tables) if self._reader.only is None else sorted(self._reader.only)
         if len(names) != 1 or names[0] not in tables:
             raise BadInput(
                 f"an Arrow stream has one table, because the columns of tables differ; this one has {names}: name one "
@@ -229,7 +230,7 @@ class ChangeStream:
                 found=names,
             )
         schema = tables[names[0]]
-        columns = change_schema(names[0], schema, sorted(schema.slots) if self._slots else ())
+        columns = change_schema(names[0], schema, sorted(schema.slots) if self._reader.has_slots else ())
         return pa.RecordBatchReader.from_batches(columns, self).__arrow_c_stream__(requested_schema)
 
     def __enter__(self) -> ChangeStream:
@@ -239,10 +240,10 @@ class ChangeStream:
         self.close()
 
     def close(self) -> None:
-        """End the stream: whoever waits in it comes back. A registered cursor stays where it is.
+        """End the stream, and a wait in it. A registered cursor stays at its version.
 
-        The iteration over batches ends at once. `versions` ends behind the version under way, whose batches still come:
-        who applies versions as a whole never takes a part of one for all of it.
+        The iteration over batches ends at once. `versions` ends after all batches of the current version, so that a
+        consumer that applies whole versions never gets a part of one.
         """
         self._closed.set()
 
@@ -255,7 +256,7 @@ class ChangeStream:
         Raises
         ------
         CursorExpired
-            What changed since the cursor cannot be told any more; `catch_up` compares with your own copy.
+            The changes since the cursor were deleted; `catch_up` compares with your own copy.
         VersionNotFound, TableNotFound, BranchNotFound, CorruptStore, AccessDenied, StorageFailure
         Unsupported
             One-dimensional slots that ``slots_rule`` refuses.
@@ -280,7 +281,7 @@ class ChangeStream:
     def versions(self) -> Iterator[VersionChanges]:
         """Yield the changes version by version, for a consumer that applies a version as a whole; errors as `next`.
 
-        The cursor moves behind a version when the next one is asked for. Use this or the iteration over batches.
+        The cursor moves to a version when the next one is requested. Use either this or the iteration over batches.
         """
         self._begin()
         while not self._closed.is_set():
@@ -292,9 +293,9 @@ class ChangeStream:
             except _TargetGone:
                 self._pass_by(target)
                 continue
-            told = _VersionBatches(batches)
-            yield VersionChanges(target.record.v, target.record.step, told)
-            if told.is_open:
+            opened = _VersionBatches(batches)
+            yield VersionChanges(target.record.v, target.record.step, opened)
+            if opened.is_open:
                 if self._closed.is_set():
                     return
                 raise BadInput(
@@ -307,7 +308,7 @@ class ChangeStream:
     # ---- which version is next
 
     def _begin(self) -> None:
-        """Learn where the log and the consumer are; does nothing once that is known."""
+        """Read the newest record and the consumer's; does nothing if they are known."""
         if self._head is None:
             self._head = self._store.head()
         if self._cursor is None or self._path:
@@ -328,23 +329,23 @@ class ChangeStream:
                 version=version,
             )
         self._check_tables(entry, self._head)
-        self._hold.put(version)
+        self._registered.put(version)
         self._path.restart(entry)
 
     def _check_tables(self, *entries: LogEntry) -> None:
         """Refuse names that no entry has as a table, as far as that can be read; a GET for each, if any was named."""
-        if not self._only:
+        if not self._reader.only:
             return
         try:
             known = {table for entry in entries for table in self._reader.tables_of(entry)}
         except MissingObject:
             return  # what the cursor's version had was folded and collected
-        missing = sorted(self._only - known)
+        missing = sorted(self._reader.only - known)
         if missing:
             raise TableNotFound(f"no table {missing[0]!r}; there are {sorted(known)}", table=missing[0])
 
     def _next_target(self) -> LogEntry | None:
-        """The next record whose changes are to be told; None at the end."""
+        """Return the next record whose changes are reported; None at the end."""
         if self._begun is not None:
             return self._begun
         assert self._head is not None
@@ -353,36 +354,36 @@ class ChangeStream:
             self._check_tables(first)
             if first.record.chain:
                 return first
-            self._arrive(first)  # Nothing was saved yet: there is no state to tell.
+            self._arrive(first)  # Nothing was saved yet: there is no state to report.
         last = self._head.record.v
         while not self._closed.is_set():
             newest = self._path.newest
-            if not self._follow and newest.record.v >= last:
-                self._settle_hold()
+            if self._poll_interval_s is None and newest.record.v >= last:
+                self._move_registered()
                 return None
             entry = self._store.poll(newest)
             if entry is None:
-                if newest.record.v < last and not (self._follow and self._store.relay):
+                if newest.record.v < last and (self._poll_interval_s is None or self._store.relay is None):
                     self._store.internals.log.check_no_hole(newest)
-                self._settle_hold()
-                self._closed.wait(pause_s(self._poll_interval_s, 0, random.random()))
+                self._move_registered()
+                self._closed.wait(pause_s(self._poll_interval_s or _WAIT_S, 0, random.random()))
                 continue
             if entry.record.kind == "close":
                 raise BranchNotFound(f"the branch of this stream was dropped at version {entry.record.v}")
             if entry.record.v > self._head.record.v:
                 self._head = entry
-            held = self._path.held
+            consumed = self._path.consumed
             step = self._path.take(entry, self._head.record)
-            if step == "told":
+            if step == "report":
                 return entry
             if step == "same":
-                self._reader.follow(held, entry)
+                self._reader.follow(consumed, entry)
             if not self._path.has_changed:
                 self._cursor = ChangeCursor.at(self._store, entry.record.v)
         return None
 
     def _pass_by(self, entry: LogEntry) -> None:
-        """Go past a version that expired before it was told."""
+        """Skip a version that expired before it was reported."""
         if self._path:
             self._path.pass_by(entry)
         else:
@@ -390,29 +391,29 @@ class ChangeStream:
             self._begin()
 
     def _arrive(self, target: LogEntry) -> None:
-        """The consumer has everything up to ``target``."""
+        """Record that the consumer has ``target``."""
         self._begun = None
         self._path.restart(target)
         self._reader.settle(target)
         self._cursor = ChangeCursor.at(self._store, target.record.v)
-        self._settle_hold()
+        self._move_registered()
 
-    def _settle_hold(self) -> None:
+    def _move_registered(self) -> None:
         if self._cursor is not None:
-            self._hold.settle(self._cursor.version)
+            self._registered.move(self._cursor.version)
 
     # ---- what a version changes
 
     def _open_version(self, target: LogEntry) -> Iterator[pa.RecordBatch]:
-        """The batches of a version, of which the first is read here, so that what is gone is noticed before it is told.
+        """Return the batches of a version; the first one is read here, so that a deleted version is found before it.
 
         Raises
         ------
         _TargetGone
-            The version expired before anything of it was told.
+            The version expired before a batch of it was reported.
         """
         was_begun = self._begun is not None
-        if not self._hold.is_registered and not self._hold.put(target.record.v):
+        if self._registered.version is None and not self._registered.put(target.record.v):
             self._refuse_begun(was_begun, target, None)
             raise _TargetGone
         batches = self._guarded(self._reader.batches(self._path, target), target, is_begun=was_begun)
@@ -423,12 +424,12 @@ class ChangeStream:
     def _guarded(
         self, batches: Iterator[pa.RecordBatch], target: LogEntry, *, is_begun: bool
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the batches; what is missing because a version has expired is no damage, and is told as what it is."""
+        """Yield the batches. If an object was deleted because a version expired, report that instead of damage."""
         try:
             for batch in batches:
                 yield batch
                 is_begun = True
-                self._hold.renew()
+                self._registered.renew()
         except MissingObject as missing:
             newest = self._store.head()
             self._head = newest
@@ -438,15 +439,14 @@ class ChangeStream:
                     raise
                 self._refuse_begun(is_begun, target, missing)
                 raise _TargetGone from missing
-            held = self._path.held
-            if is_live(newest.record, held.record.v):
+            consumed = self._path.consumed
+            if is_live(newest.record, consumed.record.v):
                 raise
             raise CursorExpired(
-                f"what changed between version {held.record.v} and version {target.record.v} of {self._store.url} "
-                f"cannot be told any more: version {held.record.v} has expired, and segment {segment} is gone; compare "
-                "your copy with a snapshot (catch_up), or start over without a cursor; a registered cursor "
-                "(cursor=) makes expiry wait",
-                version=held.record.v, path=missing.path,
+                f"the changes from version {consumed.record.v} to {target.record.v} of {self._store.url} cannot be "
+                f"read: version {consumed.record.v} has expired and segment {segment} was deleted; compare your "
+                "copy with a snapshot (catch_up), or start without a cursor; a registered cursor prevents this",
+                version=consumed.record.v, path=missing.path,
             ) from missing  # fmt: skip
 
     def _refuse_begun(self, is_begun: bool, target: LogEntry, missing: MissingObject | None) -> None:

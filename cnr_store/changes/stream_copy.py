@@ -1,7 +1,7 @@
-"""The tables of a change stream as of the version consumed, kept in memory: deltas are added to it.
+"""The tables of a change stream in memory, as of the version that was consumed; deltas are added to them.
 
-What a version changes is then told at the cost of what changed, wherever its rows lie, and what the state consumed was
-need not be there any more in the store.
+With them the cost of reporting a version grows with its changed rows, wherever they are, and the consumed version may
+be deleted from the store.
 """
 
 from __future__ import annotations
@@ -13,58 +13,59 @@ import numpy as np
 from cnr_store.changes import table_rows
 from cnr_store.changes.arrow import RowBlock
 from cnr_store.changes.differences import Nothing, are_comparable, compared_rows
-from cnr_store.changes.table_rows import Span, Window, rows_of
+from cnr_store.changes.table_rows import Span, rows_of
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.records import TableSchema
+from cnr_store.read.changed_rows import Window
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.threads import blocks
 from cnr_store.serving.rows.memory import ANONYMOUS
 from cnr_store.serving.rows.merging import merge_into, merge_target
-from cnr_store.serving.rows.served_table import HeldTable, Overlay, ServedTable
+from cnr_store.serving.rows.served_table import BaseTable, Overlay, ServedTable
 from cnr_store.serving.update.update_plan import Compare, UpdatePlan
-from cnr_store.serving.update.update_tables import HeldAs, TableUpdates, update_tables
+from cnr_store.serving.update.update_tables import ServeAs, TableUpdates, update_tables
 from cnr_store.types import RowIds
 
 Wanted = Callable[[str], bool]
 
 
 class StreamCopy:
-    """One copy of the wanted tables; `prepare` builds what a version changes beside it, `settle` takes that in."""
+    """A copy of the wanted tables. `prepare` reads the changes of a version, `settle` adds them to the copy."""
 
-    def __init__(self, is_wanted: Wanted, *, is_asked: bool) -> None:
+    def __init__(self, is_wanted: Wanted, *, is_named: bool) -> None:
         self._is_wanted = is_wanted
-        self._is_asked = is_asked
+        self._is_named = is_named
         self._tables: dict[str, ServedTable] = {}
-        self._stated: dict[str, int | None] = {}
+        self._recorded: dict[str, int | None] = {}
         self._version: int | None = None
         self._next: tuple[int, TableUpdates] | None = None
 
     def has(self, entry: LogEntry) -> bool:
-        """Whether this is the state of ``entry``; `follow` says so of a version without changes."""
+        """Return whether the copy has the state of ``entry``."""
         return self._version == entry.record.v
 
     @property
     def schemas(self) -> dict[str, TableSchema]:
-        """The tables held."""
+        """The tables of the copy."""
         return {name: served.schema for name, served in self._tables.items()}
 
     def follow(self, entry: LogEntry) -> None:
-        """Take ``entry`` for the version held: its state is the same."""
+        """Record that ``entry`` has the same state as the copy."""
         self._version = entry.record.v
 
     def load(self, snapshot: Snapshot) -> None:
-        """Hold the state of a snapshot, whatever was held. Blocks; memory as `update_tables`.
+        """Replace the copy by the state of a snapshot. Blocks; memory as `update_tables`.
 
         Raises
         ------
         MissingObject, CorruptStore, StorageFailure
         """
-        self._tables, self._stated, self._version = {}, {}, None
+        self._tables, self._recorded, self._version = {}, {}, None
         self.prepare(snapshot, Compare())
         self.settle()
 
     def prepare(self, snapshot: Snapshot, plan: UpdatePlan) -> None:
-        """Build what makes the copy that of the snapshot; a second call for the same version does nothing. Blocks.
+        """Read the changes from the copy to the snapshot. Idempotent for one version. Blocks.
 
         Raises
         ------
@@ -73,29 +74,29 @@ class StreamCopy:
         """
         if self._next is None or self._next[0] != snapshot.version:
             self._next = None
-            updates = update_tables(snapshot, plan, self._tables, self._hold, self._stated)
+            updates = update_tables(snapshot, plan, self._tables, self._hold, self._recorded)
             self._next = snapshot.version, updates
 
     def changed(self, table: str) -> Iterator[RowBlock]:
-        """Yield the rows of a table that differ in the version prepared, in order, as they are there."""
+        """Yield the rows of a table that differ in the prepared version, in order, with its values."""
         assert self._next is not None
         changes, escapes = self._next[1].changes, self._next[1].escapes
         if table not in changes:
             return iter(())
         before, change = self._tables.get(table), changes[table]
         if change is None:
-            return iter(()) if before is None else compared_rows(_HeldRows(before, has_values=False), Nothing())
-        if isinstance(change, HeldTable):
+            return iter(()) if before is None else compared_rows(_ServedRows(before, has_values=False), Nothing())
+        if isinstance(change, BaseTable):
             after = ServedTable(change) if table not in escapes else ServedTable(change, None, escapes[table])
             if before is None:
-                return compared_rows(Nothing(), _HeldRows(after))
+                return compared_rows(Nothing(), _ServedRows(after))
             is_comparable = are_comparable(before.schema, after.schema)
-            return compared_rows(_HeldRows(before, has_values=is_comparable), _HeldRows(after))
+            return compared_rows(_ServedRows(before, has_values=is_comparable), _ServedRows(after))
         assert before is not None
-        return _overlaid_rows(ServedTable(before.held, change, escapes.get(table, before.escapes)), change)
+        return _overlaid_rows(ServedTable(before.base, change, escapes.get(table, before.escapes)), change)
 
     def settle(self) -> None:
-        """Make the version prepared the one that is held."""
+        """Add the prepared changes to the copy."""
         if self._next is None:
             return
         version, updates = self._next
@@ -104,29 +105,29 @@ class StreamCopy:
                 self._tables.pop(table, None)
                 continue
             escapes = updates.escapes.get(table)
-            if isinstance(change, HeldTable):
-                held = change
+            if isinstance(change, BaseTable):
+                base = change
             else:
-                target = merge_target(self._tables[table].held, change, ANONYMOUS)
+                target = merge_target(self._tables[table].base, change, ANONYMOUS)
                 merge_into(target, change)
-                held = target.held
-            self._tables[table] = ServedTable(held) if escapes is None else ServedTable(held, None, escapes)
-        self._stated, self._version, self._next = updates.stated, version, None
+                base = target.base
+            self._tables[table] = ServedTable(base) if escapes is None else ServedTable(base, None, escapes)
+        self._recorded, self._version, self._next = updates.recorded, version, None
 
-    def _hold(self, table: str, schema: TableSchema) -> HeldAs | None:
+    def _hold(self, table: str, schema: TableSchema) -> ServeAs | None:
         del schema
-        return HeldAs(is_asked=self._is_asked) if self._is_wanted(table) else None
+        return ServeAs(is_named=self._is_named) if self._is_wanted(table) else None
 
 
-class _HeldRows:
-    """Rows of a held table, as `TableRows` gives those of a snapshot; a `Copy`."""
+class _ServedRows:
+    """Rows of a base table, as `TableRows` gives those of a snapshot; a `Copy`."""
 
     def __init__(self, served: ServedTable, *, has_values: bool = True, knows_keys: bool = True) -> None:
         self.schema = served.schema
         self._served = served
         self._has_values = has_values
         # All of them, sorted: not for a few rows that are listed.
-        self._keys: RowIds | None = served.row_ids() if served.held.is_keyed and knows_keys else None
+        self._keys: RowIds | None = served.row_ids() if served.base.is_keyed and knows_keys else None
 
     @property
     def most_rows(self) -> int:
@@ -167,6 +168,6 @@ class _HeldRows:
 
 def _overlaid_rows(after: ServedTable, overlay: Overlay) -> Iterator[RowBlock]:
     rows = np.sort(overlay.ids)
-    source = _HeldRows(after, knows_keys=False)
+    source = _ServedRows(after, knows_keys=False)
     for start in range(0, len(rows), source.most_rows):
         yield source.read(rows[start : start + source.most_rows])

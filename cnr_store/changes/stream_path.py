@@ -1,4 +1,4 @@
-"""How the state that a consumer has becomes that of the next record: kept and decided from records. No I/O."""
+"""Decides from records how the consumed state becomes that of the next record. No I/O."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from cnr_store.format.commit_record import LogEntry, is_live
 from cnr_store.format.records import CommitRecord
 from cnr_store.serving.update.update_plan import Apply, Compare, Same, UpdatePlan, plan_path, plan_update
 
-Step = Literal["told", "same", "expired"]
-"""What a record is to a consumer: its changes are told, its state is the one consumed, or it is passed by."""
+Step = Literal["report", "same", "expired"]
+"""What happens to a record: it is reported, has the consumed state, or expired and is skipped."""
 
 
 class StreamPath:
-    """The record whose state a consumer has, and those behind it that have expired and were not told."""
+    """The record whose state a consumer has, and the expired records after it, which were not reported."""
 
     def __init__(self) -> None:
         self._entries: list[LogEntry] = []
@@ -24,46 +24,46 @@ class StreamPath:
         return bool(self._entries)
 
     @property
-    def held(self) -> LogEntry:
+    def consumed(self) -> LogEntry:
         """The record whose state the consumer has."""
         return self._entries[0]
 
     @property
     def newest(self) -> LogEntry:
-        """The last record of the path; the next one is read behind it."""
+        """The last record of the path; the next one is read after it."""
         return self._entries[-1]
 
     @property
     def has_changed(self) -> bool:
-        """Whether a record that was passed by has another state than the consumer."""
+        """Whether a skipped record has another state than the consumer."""
         return self._has_changed
 
     def restart(self, entry: LogEntry) -> None:
-        """Begin at a record whose state the consumer has."""
+        """Start at a record whose state the consumer has."""
         self._entries, self._has_changed = [entry], False
 
     def take(self, entry: LogEntry, newest: CommitRecord) -> Step:
-        """Say what the record directly behind the path is, and take it into the path unless it is to be told."""
+        """Classify the record directly after the path; add it to the path unless it is to be reported."""
         step = plan_update(self.newest, entry)
         if not is_live(newest, entry.record.v):
             self.pass_by(entry, is_same=isinstance(step, Same))
             return "expired"
         is_same = isinstance(plan_path([*self._entries, entry]) if self._has_changed else step, Same)
         if not is_same:
-            return "told"
+            return "report"
         self.restart(entry)
         return "same"
 
     def pass_by(self, entry: LogEntry, *, is_same: bool = False) -> None:
-        """Take a record that is not told."""
+        """Add a record that is not reported."""
         self._entries.append(entry)
         self._has_changed = self._has_changed or not is_same
 
-    def ways_to(self, target: LogEntry) -> list[UpdatePlan]:
-        """Return how the state consumed becomes the target's, the best way first; the last needs only the two ends."""
+    def plans_to(self, target: LogEntry) -> list[UpdatePlan]:
+        """Return plans from the consumed state to the target's, the best first; the last needs the two ends only."""
         if not self._entries:
             return [Compare()]
-        between_ends = plan_update(self.held, target)
+        between_ends = plan_update(self.consumed, target)
         if isinstance(between_ends, Apply):  # of the target's own segments, which stay as long as it does
             return [between_ends]
         by_path = plan_path([*self._entries, target])

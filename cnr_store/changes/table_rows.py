@@ -1,7 +1,7 @@
-"""One table of a snapshot, read by windows of row ids or by lists of rows: dense rows and hashed keys alike.
+"""Reads one table of a snapshot by windows of row ids or by lists of rows, for dense and hashed tables alike.
 
-Memory is bounded by windows: of ids, because a chunk of a sparse list spans many rows, and of bytes, because those are
-what is held. Nothing here is kept from read to read.
+Windows bound the memory: windows of row ids, because a chunk of a sparse list spans many rows, and of bytes of values.
+Nothing is cached between reads.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from cnr_store.changes.arrow import RowBlock
 from cnr_store.encodings.widths import carrier
+from cnr_store.read.changed_rows import ALL_ROWS, Window
 from cnr_store.read.plan import SegmentSteps, TablePlan, plan_table
 from cnr_store.read.replay import matching, replay_hashed
 from cnr_store.read.snapshot import Snapshot
@@ -22,20 +23,17 @@ from cnr_store.segment.codes import Array, array_specs
 from cnr_store.types import RowIds, SlotsRule
 
 WINDOW_BYTES = 32 * 1024 * 1024
-"""Values held at once, about; a window of a hashed table is never less than a chunk."""
+"""Bytes of values that are read at once, about; a window of a hashed table is at least a chunk."""
 
 LEAST_ROWS = 1024
-"""Rows read at once however wide they are."""
+"""Minimum number of rows that are read at once."""
 
-FIRST_KEY, LAST_KEY = -(2**63), 2**63 - 1
 Span = tuple[int, int, int]
-"""First row, last row (inclusive, for 2**63 has no int64), and how many rows of these there are."""
-Window = tuple[int, int]
-"""First and last row, inclusive."""
+"""First and last row id (inclusive, because 2**63 is no int64), and the number of rows between them."""
 
 
 def plan_windows(spans: Iterable[Span], most_rows: int) -> list[Window]:
-    """Return windows, in order and without gaps, that hold about ``most_rows`` rows of the spans each. Pure.
+    """Return windows, in order and without gaps, of about ``most_rows`` rows of the spans each. Pure.
 
     The first begins with the smallest int64 and the last ends with the largest, so that every row is in one.
 
@@ -43,14 +41,14 @@ def plan_windows(spans: Iterable[Span], most_rows: int) -> list[Window]:
     [(10, 19), (20, 9223372036854775807)]
     """
     windows: list[Window] = []
-    first, count = FIRST_KEY, 0
+    (first, end), count = ALL_ROWS, 0
     for _, last, rows in sorted(spans, key=lambda span: span[1]):
         count += rows
         if count >= most_rows and last >= first:
             windows.append((first, last))
             first, count = last + 1, 0
-    if first <= LAST_KEY:
-        windows.append((first, LAST_KEY))
+    if first <= end:
+        windows.append((first, end))
     return windows
 
 
@@ -99,7 +97,7 @@ class TableRows:
     def read(self, rows: RowIds, *, since: int = 0) -> RowBlock:
         """Return the given rows (sorted, unique), with those marked that the table does not have.
 
-        ``since`` is the place in the chain of the first segment that matters: all rows are ``set``, deleted or escaped
+        ``since`` is the place in the chain of the first segment that matters: all rows are ``set``, deleted or exact
         from there on, so that nothing before it is read.
         """
         if self.schema.keys == "hashed":
@@ -152,7 +150,7 @@ class TableRows:
 
 
 def _since(plan: TablePlan, segment: int) -> TablePlan:
-    """The plan from a segment on: rows that nothing is said of there are absent."""
+    """Return the plan from a segment on; rows that are not listed there are absent."""
     if not segment:
         return plan
     batches = tuple(batch for batch in plan.batches if batch.segment >= segment)

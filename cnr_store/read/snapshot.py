@@ -21,9 +21,10 @@ from cnr_store.format.records import (
     TableSchema,
 )
 from cnr_store.read.arrow_stream import table_stream
+from cnr_store.read.changed_rows import rows_since
 from cnr_store.read.plan import UNCONFIRMED_BYTES, TablePlan, check_stored, plan_table
 from cnr_store.read.replay import ChunkReader, matching, replay_hashed
-from cnr_store.read.table_reader import read_mirror, read_range, read_rows, rows_since
+from cnr_store.read.table_reader import read_mirror, read_range, read_rows
 from cnr_store.runtime.notebook import html_table
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.chunk_cache import ChunkCache

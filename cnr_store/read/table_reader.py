@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from cnr_store.encodings.digest import add_digests
 from cnr_store.encodings.widths import from_float32, to_float32
-from cnr_store.format.records import TableSchema
 from cnr_store.read.direct_load import is_direct, load_directly
 from cnr_store.read.plan import Columns, TablePlan, by_columns, check_digest, check_row_slots, clip, expected_digest
 from cnr_store.read.prefetch import prefetching
@@ -345,33 +344,6 @@ def _same_states(a: TableCodes, b: TableCodes) -> bool:
     rows = np.zeros(0, np.uint8)
     left, right = (rows if one.status is None or not one.status.any() else one.status for one in (a, b))
     return bool(np.array_equal(left, right))
-
-
-def rows_since(readers: Sequence[SegmentReader], table: str, schema: TableSchema) -> RowIds:
-    """Return the rows of a table whose state the segments behind the first one changed: sorted, unique.
-
-    ``schema`` is the table as it will be; rows beyond its size do not count. A row that a shrinking cut and a growing
-    brought back counts too. Reads row ids alone; blocks.
-    """
-    life = [reader for reader in readers[1:] if _is_life(reader, table, schema)]
-    found: list[RowIds] = [np.empty(0, np.int64)]
-    for reader in life:
-        for part in reader.manifest.parts_of.get(table, ()):
-            lists = (part.add, part.set, part.delete, part.escape)
-            for row_list in (entry for entry in lists if entry is not None):
-                scratch = Scratch()
-                found.extend(reader.read_rows(row_list, k, scratch).copy() for k in range(len(row_list.first)))
-    if _is_life(readers[0], table, schema) and schema.keys == "dense":
-        before = readers[0].manifest.tables[table].num_rows
-        least = min((reader.manifest.tables[table].num_rows for reader in life), default=before)
-        found.append(np.arange(least, min(before, schema.num_rows), dtype=np.int64))
-    rows = np.unique(np.concatenate(found))
-    return rows if schema.keys == "hashed" else rows[rows < schema.num_rows]
-
-
-def _is_life(reader: SegmentReader, table: str, schema: TableSchema) -> bool:
-    held = reader.manifest.tables.get(table)
-    return held is not None and held.generation == schema.generation
 
 
 def _windows(plan: TablePlan, apart: Iterable[ArraySpec]) -> list[tuple[int, int]]:

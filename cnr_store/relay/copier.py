@@ -75,16 +75,12 @@ class Copier:
         if item.seg in self._damaged:
             raise self._damaged[item.seg]
         try:
-            copied = copy_segment(
-                self._source.store.storage, self._target.storage, item, self._source.workers, self._throttle
+            copy_segment(
+                self._source.store.storage, self._target.storage, item, self._source.workers, self._throttle, report
             )
         except CorruptStore as error:
             self._damaged[item.seg] = error
             raise
-        report.segments += 1
-        report.objects += copied.objects
-        report.bytes += copied.size_bytes
-        report.reused_objects += copied.reused_objects
 
     def _copy_next_live(self, version: int, report: RelayReport) -> LogEntry:
         """Copy the segments of the first live version from ``version`` on, and of the versions its channels name."""

@@ -5,7 +5,6 @@ So a segment with a manifest is complete, and the next run continues an interrup
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 from cnr_store.errors import CorruptObject, CorruptStore, MissingObject
@@ -13,32 +12,19 @@ from cnr_store.format import layout
 from cnr_store.format.documents import sha256
 from cnr_store.format.limits import MAX_LISTS_BYTES, MAX_MANIFEST_BYTES
 from cnr_store.format.records import ChainEntry, ObjectEntry
+from cnr_store.relay.report import RelayReport
 from cnr_store.runtime.threads import Throttle, Workers
 from cnr_store.segment.reader import read_manifest
 from cnr_store.storage import Storage, read_verified
 
 
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """Counts of the copy of one segment.
-
-    Attributes
-    ----------
-    objects, size_bytes
-        What this copy wrote to the target, including the manifest.
-    reused_objects
-        Objects that an interrupted copy wrote, with the right digest.
-    """
-
-    objects: int
-    size_bytes: int
-    reused_objects: int
-
-
-def copy_segment(source: Storage, target: Storage, entry: ChainEntry, workers: Workers, throttle: Throttle) -> Copied:
+def copy_segment(
+    source: Storage, target: Storage, entry: ChainEntry, workers: Workers, throttle: Throttle, report: RelayReport
+) -> None:
     """Copy the segment of a chain entry; durable when this returns. Blocks. May be repeated.
 
-    Uses memory for one object per thread and the manifest. Does not copy receipts, because no reader needs them.
+    Uses memory for one object per thread and the manifest. Does not copy receipts, because no reader needs them. Adds
+    what it wrote to ``report``.
 
     Raises
     ------
@@ -59,7 +45,10 @@ def copy_segment(source: Storage, target: Storage, entry: ChainEntry, workers: W
     target.put(key, document)
     target.sync_folders([key])
     put = [size for size in sizes if size is not None]
-    return Copied(len(put) + 1, sum(put) + len(document), len(sizes) - len(put))
+    report.segments += 1
+    report.objects += len(put) + 1
+    report.bytes += sum(put) + len(document)
+    report.reused_objects += len(sizes) - len(put)
 
 
 def has_segment(target: Storage, entry: ChainEntry) -> bool:

@@ -20,7 +20,7 @@ from cnr_store.relay.trimming import plan_trim
 
 _TIDY_EVERY_MS = 86_400_000
 _LEFTOVER_S = 3600.0
-"""An incomplete file of this age in seconds has no writer any more, and may be deleted."""
+"""An incomplete file of this age in seconds has no writer any longer, and may be deleted."""
 
 
 class Trimmer:

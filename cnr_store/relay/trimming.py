@@ -59,7 +59,7 @@ def plan_trim(
     listed
         Names of the segments that have objects at the relay.
     leased
-        Segments of leased versions that are not live any more.
+        Segments of leased versions that are not live any longer.
     """
     kept = plan_retention(head, versions, policy, holds, now_ms)
     staying = {verdict.version for verdict in kept.verdicts if verdict.stays}

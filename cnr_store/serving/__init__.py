@@ -1,13 +1,13 @@
 """Rows of the newest version, served from memory and kept up to date.
 
 Never writes to a store beyond the cursor that protects what it reads, and never shows half a version. Open `loader`
-first, then `update` (how held rows become those of another version) and `rows` (what lookups read).
+first, then `update` (how base rows become those of another version) and `rows` (what lookups read).
 
 ```python
 from cnr_store.serving import Loader
 
 with Loader("s3://bucket/run-7", ["user", "item"], channel="prod") as loader:
-    loader.start()                                              # follows on a thread of its own
+    loader.start()                                              # follows the store on a thread
     batch = loader.lookup_many({"user": [17, 4], "item": [9]})  # one version, whatever lands meanwhile
 ```
 """

@@ -1,8 +1,7 @@
-"""A module's tensors as a place that a loader serves into; the only module of this room, but sinks, that needs torch.
+"""Serves tables in a module's tensors. Besides `sinks`, this is the only module of the room that needs torch.
 
-A table whose held rows are what its parameter should be, in the same dtype on the CPU, is adopted: the parameter's
-memory becomes the held rows, and there is one copy. Of any other the changed rows are copied. Nothing here decides
-when: a loader calls it in `Loader.apply` and nowhere else.
+A parameter on the CPU with the dtype of its table adopts the base rows as its memory, so that there is one copy. For
+all others the changed rows are copied. A loader does this in `Loader.apply` only.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class ModuleBinding:
         missing = sorted(stored.keys() - self._tables.keys() - self._dense.keys())
         if missing:
             raise TableNotFound(
-                f"the version has nothing for the module's {missing}; say with names= what they show, it has tables "
+                f"the version has nothing for the module's {missing}; map them by names=; it has tables "
                 f"{sorted(tables)} and dense tensors {sorted(dense)}",
                 table=stored[missing[0]], found=missing,
             )  # fmt: skip
@@ -91,7 +90,7 @@ class ModuleBinding:
 
     @property
     def adopted(self) -> set[str]:
-        """Tensors of the module whose memory is the held rows."""
+        """Tensors of the module whose memory is the base rows."""
         return set(self._adopted)
 
     def check(self, tables: Mapping[str, ServedTable], dense: Mapping[str, DenseEntry]) -> None:
@@ -143,7 +142,7 @@ class ModuleBinding:
             for name, at in self._tables.items():
                 table = tables[at]
                 if _is_adoptable(tensors[name], table):
-                    assert table.overlay is None, "an adopted parameter shows the held rows, so they are merged first"
+                    assert table.overlay is None, "an adopted parameter is the base rows, so overlays are merged first"
                     self._adopt(name, tensors[name], table)
                 elif at in changed or name in self._adopted:
                     self._adopted.pop(name, None)
@@ -154,10 +153,10 @@ class ModuleBinding:
                     # A copy: torch shares no memory that may not be written.
                     tensors[name].copy_(tensor_of(dense[at].copy(), entries[at].dtype))
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()  # whoever looks rows up may do it on another stream
+            torch.cuda.current_stream(device).synchronize()  # lookups may run on another stream
 
     def _adopt(self, name: str, tensor: torch.Tensor, table: ServedTable) -> None:
-        rows = table.held.rows
+        rows = table.base.rows
         if self._adopted.get(name) is not rows:
             shared = tensor_of(rows, table.kind.served)
             tensor.data = shared.reshape(tensor.shape)
@@ -165,10 +164,10 @@ class ModuleBinding:
 
 
 def _check_table(name: str, tensor: torch.Tensor, table: ServedTable) -> None:
-    held, kind = table.held, table.kind
-    if held.is_keyed:
+    base, kind = table.base, table.kind
+    if base.is_keyed:
         raise BadInput(
-            f"table {table.name!r} is held by key, and the module's {name!r} has rows by position; look its rows up",
+            f"table {table.name!r} is found by key, and the module's {name!r} has rows by position; look its rows up",
             table=table.name,
         )
     if kind.served == "int8" or not tensor.dtype.is_floating_point:
@@ -178,21 +177,21 @@ def _check_table(name: str, tensor: torch.Tensor, table: ServedTable) -> None:
         )  # fmt: skip
     if tensor.is_meta:
         raise BadInput(f"the module's {name!r} has no memory; call module.to_empty(device=...) first", table=table.name)
-    expected = (held.stop - held.start, kind.dim)
+    expected = (base.stop - base.start, kind.dim)
     if tuple(tensor.shape) != expected:
         raise BadShape(
-            f"{expected[0]} rows of {expected[1]} of table {table.name!r} are held, the module's {name!r} has shape "
-            f"{tuple(tensor.shape)}; build the module anew",
+            f"{expected[0]} rows of {expected[1]} of table {table.name!r} are served, the module's {name!r} has shape "
+            f"{tuple(tensor.shape)}; build the module again",
             table=table.name, expected=expected, found=tuple(tensor.shape),
         )  # fmt: skip
 
 
 def _is_adoptable(tensor: torch.Tensor, table: ServedTable) -> bool:
-    """Whether the held rows can be the tensor's memory: as they are, and no part of what other tensors see."""
+    """Whether the base rows can be the tensor's memory: as they are, and no part of what other tensors see."""
     kind: RowKind = table.kind
     return (
         kind.holds == "values"
-        and not table.held.is_keyed
+        and not table.base.is_keyed
         and _SERVED_AS[kind.served] == tensor.dtype
         and tensor.device.type == "cpu"
         and tensor.is_contiguous()
@@ -202,7 +201,7 @@ def _is_adoptable(tensor: torch.Tensor, table: ServedTable) -> bool:
 
 def _copy_rows(tensor: torch.Tensor, table: ServedTable, rows: RowIds | None) -> None:
     """Copy rows of a table, all of them if None, to where the tensor is, by windows."""
-    start, stop, kind = table.held.start, table.held.stop, table.kind
+    start, stop, kind = table.base.start, table.base.stop, table.kind
     ids = np.arange(start, stop, dtype=np.int64) if rows is None else rows[(rows >= start) & (rows < stop)]
     row_bytes = max(1, kind.served_width * kind.served_dtype.itemsize)
     for low, high in blocks(len(ids), max(1, WINDOW_BYTES // row_bytes)):

@@ -1,4 +1,4 @@
-"""A version that is not served yet, as the caller's own check and warm-up see it."""
+"""A version before it is served, for the caller's own check and warm-up."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def pass_gate(candidate: Candidate, *, validate: Check | None, warm_up: Check | 
     Raises
     ------
     VersionRefused
-        The check says no, or one of the two raises; ``__cause__`` is what it raised.
+        The check returns False, or one of the two raises; ``__cause__`` is its error.
     """
     for name, call in (("validate", validate), ("warm_up", warm_up)):
         if call is None:

@@ -1,4 +1,4 @@
-"""Which version a loader serves next, and how it gets there: decided from records. Pure, no I/O."""
+"""Decides from records which version a loader serves next, and how it gets there. Pure, no I/O."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cnr_store.serving.update.update_plan import UpdatePlan, is_directly_behind,
 
 @dataclass(frozen=True, slots=True)
 class ServeTarget:
-    """What a loader was told to serve: a version, what a tag or a channel points to, or, with none of them, the newest.
+    """What a loader should serve: a version, the version of a tag or a channel, or, without these, the newest one.
 
     Raises
     ------
@@ -84,7 +84,7 @@ def repeats(entry: LogEntry, refused: LogEntry) -> bool:
 
 
 def plan_between(held: LogEntry, target: LogEntry, known: Sequence[LogEntry]) -> UpdatePlan:
-    """Return how the state of ``held`` becomes that of ``target``, with what the records between them tell.
+    """Return how the state of ``held`` becomes that of ``target``, by way of the records between them.
 
     Parameters
     ----------

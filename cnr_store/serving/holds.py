@@ -1,7 +1,6 @@
-"""What a consumer keeps in the store so that data stays for it: a lease while it loads, a cursor while it serves.
+"""Protects the data that a consumer needs from deletion: a lease during a load, a registered cursor afterwards.
 
-Both need write access. A consumer without it relies on the grace between expiry and deletion, and nothing here fails
-for that: holding is a courtesy of the store's, serving is the job.
+Both need write access. A loader without it continues, and relies on the grace period between expiry and deletion.
 """
 
 from __future__ import annotations
@@ -17,23 +16,24 @@ from cnr_store.store import Store
 logger = logging.getLogger(__name__)
 
 LEASE_S = 3600.0
-"""How long one load is held; it ends before that where it can be written that it has."""
+"""Longest lease of one load, in seconds; it is released at the end of the load."""
 
 CURSOR_S = 24 * 3600.0
-"""How long a cursor counts after its last move: a consumer that died holds the data for no longer."""
+"""Seconds after which the cursor of a loader expires, unless it is renewed: a dead loader keeps data no longer."""
 
 CURSOR_RETRY_S = 10.0
-"""How long a move that failed is left alone, unless the consumer goes on: idle looks stay at one request each."""
+"""Seconds before a failed registration at the same version is retried: idle polls keep to one request each."""
+
+_RENEWALS_PER_TTL = 4
 
 
 @contextmanager
 def leased(store: Store, version: int) -> Iterator[None]:
-    """Hold a version for the block where the store can be written, else do nothing. A PUT, some GETs, a DELETE.
+    """Lease a version during the block if the store can be written. A PUT, some GETs, a DELETE.
 
     Raises
     ------
     VersionExpired, VersionNotFound
-        There is nothing to hold.
     """
     try:
         lease = store.lease(version, ttl_s=LEASE_S)
@@ -46,48 +46,90 @@ def leased(store: Store, version: int) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(StorageFailure):  # left behind it ends by itself
+        with suppress(StorageFailure):  # a lease that stays ends by itself
             lease.release()
 
 
-class FollowingCursor:
-    """A registered cursor that goes where a consumer is. Not safe for several threads.
+class RegisteredCursor:
+    """A cursor of a store under a name, which keeps what a consumer needs; without a name it does nothing.
+
+    Not safe for several threads.
 
     Attributes
     ----------
     version
-        Where the store says that the consumer stands; None as long as it could not be told.
+        The version at which the store has it; None if it is not registered.
     """
 
-    def __init__(self, store: Store, name: str, *, monotonic_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, store: Store, name: str | None, ttl_s: float | None, *, monotonic_s: Callable[[], float] = time.monotonic
+    ) -> None:
         self.version: int | None = None
-        self._store = store
-        self._name = name
+        self._store, self._name, self._ttl_s = store, name, ttl_s
         self._monotonic_s = monotonic_s
-        self._told_s = 0.0
-        self._failed: tuple[int, float] | None = None
-        """The version that could not be told, and when."""
+        self._at_s = 0.0
+
+    def put(self, version: int) -> bool:
+        """Register it at a version; return False if that has expired.
+
+        Raises
+        ------
+        BadInput, VersionNotFound, AccessDenied, StorageFailure
+        """
+        try:
+            self._register(version)
+        except VersionExpired:
+            return False
+        return True
 
     def move(self, version: int) -> None:
-        """Say where the consumer stands, if that is new or was said long ago; else no request. A failure is logged.
+        """Register it at a version, unless it is there and not due for renewal. Raises as `put`."""
+        if self._is_due(version):
+            self.put(version)
+
+    def renew(self) -> None:
+        """Renew it at its version if due: a consumer may take longer for a version than ``ttl_s``. Raises as `put`."""
+        if self.version is not None:
+            self.move(self.version)
+
+    def _is_due(self, version: int) -> bool:
+        age_s = self._monotonic_s() - self._at_s
+        return version != self.version or (self._ttl_s is not None and age_s >= self._ttl_s / _RENEWALS_PER_TTL)
+
+    def _register(self, version: int) -> None:
+        if self._name is not None:
+            self._store.register_cursor(self._name, version, ttl_s=self._ttl_s)
+            self.version, self._at_s = version, self._monotonic_s()
+
+
+class FollowingCursor(RegisteredCursor):
+    """The cursor of a loader. If it cannot be registered, the loader continues without it."""
+
+    def __init__(self, store: Store, name: str, *, monotonic_s: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(store, name, CURSOR_S, monotonic_s=monotonic_s)
+        self._failed: tuple[int, float] | None = None
+        """The version at which it could not be registered, and when."""
+
+    def move(self, version: int) -> None:
+        """As `RegisteredCursor.move`; a failure is logged and retried later.
 
         Raises
         ------
         BadInput
-            The name cannot be one, or is a cursor of another branch.
+            The name is invalid, or is a cursor of another branch.
         """
         now = self._monotonic_s()
-        if version == self.version and now - self._told_s < CURSOR_S / 4:
-            return
         if self._failed is not None and version == self._failed[0] and now - self._failed[1] < CURSOR_RETRY_S:
             return
+        if not self._is_due(version):
+            return
         try:
-            self._store.register_cursor(self._name, version, ttl_s=CURSOR_S)
+            self._register(version)
         except BadInput:
             raise
         except CnrStoreError as error:
             if self._failed is None:
                 logger.warning("cursor %r of %s stays at %s: %s", self._name, self._store.url, self.version, error)
             self._failed = version, now
-            return
-        self.version, self._told_s, self._failed = version, now, None
+        else:
+            self._failed = None

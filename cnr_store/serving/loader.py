@@ -1,8 +1,8 @@
-"""Rows of the newest state, kept up to date in memory: what an inference server looks up.
+"""Tables of the newest state in memory, which an inference server looks rows up in.
 
-One thread at a time looks for new versions: it reads the next commit records, puts what changed beside the rows that
-are served, and makes it visible by a pointer swap; lookups never wait for it. Whatever is wrong with the store, the
-version that is served stays; `PollResult.error`, the metrics and the log say why.
+One thread at a time polls for new versions: it reads the next commit records, stores the changed rows next to the
+served ones, and publishes them by swapping a pointer. Lookups never wait for it. After an error the present version
+stays; `PollResult.error`, the metrics and the log report the error.
 """
 
 from __future__ import annotations
@@ -49,30 +49,30 @@ if TYPE_CHECKING:
 
 
 class Loader:
-    """Tables of a store in memory, at one version for every lookup, following the store by `poll`.
+    """Tables of a store in memory, at one version for every lookup; `poll` follows the store.
 
-    The constructor loads the state and blocks. Afterwards lookups come from any thread, as many as there are; they
-    neither wait for each other nor for a poll. All other methods are safe from any thread too.
+    The constructor loads the state and blocks. Lookups may come from any number of threads; they wait neither for each
+    other nor for a poll. All other methods are thread-safe too.
 
     Parameters
     ----------
     store
-        A `Store`, on a branch or not, or where one is; then ``branch`` and ``storage_options`` belong to it.
+        A `Store`, or a URL; ``branch`` and ``storage_options`` are for a URL.
     tables
-        Names of the tables to hold; None holds all, new ones too.
+        Names of the tables to serve; None serves all, also new ones.
     options
-        How tables are held, what is asked before a version is served, how often to look.
+        How tables are served, what is asked before a version is served, how often to look.
     version, tag, channel
-        What to serve, at most one of them; without, the newest state.
+        What to serve, at most one of them; without one, the newest state.
     follow
-        False stays at the version that was loaded, as `pin` does.
+        If False, stay at the loaded version, as after `pin`.
     shared
         A folder of a file system in memory (``/dev/shm/ctr``) for the tables, from which other processes serve too, by
         `AttachedTables`.
     publish
-        ``poll`` makes versions visible as they come, one by one. With ``apply`` they wait for `apply`.
+        ``poll``: versions become visible in `poll`. ``apply``: they become visible in `apply`.
     threads
-        For reading and decoding; None takes those of a store that is given, else the CPUs, at most 8.
+        Number of threads for reading and decoding; None uses those of the given store, else one per CPU, at most 8.
 
     Raises
     ------
@@ -139,7 +139,7 @@ class Loader:
         memory = ANONYMOUS if self._shared is None else self._shared
         builder = StateBuilder(self._store, self._own_workers, tables, options, memory)
         self._lock = threading.RLock()
-        """Held while the loader looks or updates, however long that takes."""
+        """Taken during polls and updates, however long they take."""
         self._next_look_s = 0.0
         self._thread: Repeating | None = None
         self._is_closed = False
@@ -156,7 +156,7 @@ class Loader:
     # What is looked up.
 
     def lookup(self, table: str, row_ids: npt.ArrayLike, out: Array | torch.Tensor | None = None) -> Any:
-        """Return rows of a table: (n, dim), in the order asked for, as `served` says; absent rows are the fill.
+        """Return rows of a table: (n, dim), in the order of the ids, in the served dtype; absent rows are the fill.
 
         Parameters
         ----------
@@ -220,13 +220,13 @@ class Loader:
 
     @property
     def staleness_s(self) -> float:
-        """For how long a newer state than the one served has been there, as far as is known; see `LoaderMetrics`."""
+        """Seconds since a newer state than the served one was committed, as far as is known; see `LoaderMetrics`."""
         return self._follower.staleness_s
 
     def metrics(self) -> LoaderMetrics:
         """Return counts and the state now. No I/O, no lock: the numbers may be of slightly different moments."""
         follower = self._follower
-        trouble = follower.trouble.error
+        error = follower.errors.error
         return replace(
             self._metrics,
             version=self.version,
@@ -237,16 +237,16 @@ class Loader:
             checked_s=time.monotonic() - follower.checked_s,
             cursor=follower.cursor_version,
             retries=self._lookups.retries,
-            error=None if trouble is None else f"{type(trouble).__name__}: {trouble}",
+            error=None if error is None else f"{type(error).__name__}: {error}",
         )
 
     # What brings it to another version.
 
     def poll(self) -> PollResult:
-        """Look for new versions and serve them, each atomically for lookups. One request when there is nothing new.
+        """Look for new versions and serve them, each atomically for lookups. One request if there is none.
 
-        Blocks until what is new is decoded; lookups go on meanwhile. An error of the store, or of a version, is told in
-        `PollResult.error` and nothing else happens: the version that was served stays, and the next call tries again.
+        Blocks until new versions are decoded; lookups continue meanwhile. An error of the store or of a version is
+        returned in `PollResult.error`: then the present version stays, and the next call retries.
 
         Raises
         ------
@@ -258,22 +258,22 @@ class Loader:
             return self._follower.look(is_patient=False)
 
     async def poll_async(self) -> PollResult:
-        """As `poll`, on a thread of its own: the event loop goes on."""
+        """As `poll`, on another thread: the event loop continues."""
         return await asyncio.to_thread(self.poll)
 
     def apply(self) -> int:
-        """Make what was staged visible (``publish="apply"``) and return the version served. Never reads the store.
+        """Publish what was staged (``publish="apply"``) and return the served version. Never reads the store.
 
-        Parameters of a module that was bound change here and nowhere else. Does not wait for a poll that is at work on
-        another thread: what that is about to stage is visible with the next call.
+        Parameters of a bound module change only here. Does not wait for a poll on another thread: what that stages
+        becomes visible with the next call.
         """
         self._queue.try_show()
         return self.version
 
     def pin(self, version: int | None = None) -> None:
-        """Serve a version, the one served now if None, and stay there until `unpin`. Blocks while it is loaded.
+        """Serve a version, the present one if None, and stay at it until `unpin`. Blocks while it is loaded.
 
-        With ``publish="apply"`` it waits for `apply` as any other.
+        With ``publish="apply"`` it becomes visible in `apply`.
 
         Raises
         ------
@@ -288,9 +288,9 @@ class Loader:
                 self._follower.pin(version)
 
     def rollback(self, version: int) -> None:
-        """Serve an older version, and stay there until `unpin`: for the case that the newest is bad. As `pin`.
+        """Serve an older version, for example because the newest is bad, and stay at it until `unpin`. As `pin`.
 
-        The store is not changed: `Store.rollback` does that for all.
+        Does not change the store; `Store.rollback` does, for all readers.
 
         Raises
         ------
@@ -309,14 +309,14 @@ class Loader:
             self.pin(version)
 
     def unpin(self) -> None:
-        """Follow again what the loader was opened for; the next poll goes there."""
+        """Follow the original target again, from the next poll on."""
         with self._lock:
             self._follower.unpin()
 
     def start(self) -> None:
-        """Poll on a thread of its own every ``poll_interval_s``, less often while that fails. One thread at most.
+        """Poll on a thread every ``poll_interval_s``, less often after failures. Idempotent.
 
-        The thread ends with `stop`, `close`, or when nobody has the loader any more.
+        The thread ends with `stop`, `close`, or when the loader is garbage-collected.
         """
         with self._lock:
             self._check_open()
@@ -324,17 +324,17 @@ class Loader:
                 self._thread = Repeating(self, Loader._look_again, name="cnr-loader")
 
     def stop(self) -> None:
-        """End the thread of `start` and wait for a poll that runs. A second call does nothing."""
+        """End the thread of `start` and wait for a poll that runs. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.stop()
 
     def bind(self, module: torch.nn.Module, *, names: Mapping[str, str] | None = None) -> None:
-        """Let a module's tensors show the tables and dense tensors of the version served, from now on.
+        """Serve tables and dense tensors in a module's tensors from now on.
 
-        A parameter on the CPU in the dtype that is held takes the held rows as its memory: one copy for lookups and the
-        module. Rows of any other are copied there. Both change in `apply` alone, and take no gradients any more
-        (``requires_grad`` is False): what is served is not trained.
+        A parameter on the CPU with the served dtype adopts the base rows as its memory: one copy for lookups and the
+        module. For other parameters rows are copied. Both change only in `apply`, and need no gradients
+        (``requires_grad`` becomes False), because they are not trained.
 
         Parameters
         ----------
@@ -346,8 +346,8 @@ class Loader:
         Raises
         ------
         BadInput
-            The loader publishes as it polls, shares its memory, has a module already, or holds a bound table by key or
-            as int8.
+            The loader publishes in `poll`, shares its memory, has a module already, or a bound table is found by key or
+            served as int8.
         TableNotFound, BadShape, BadDtype
         """
         from cnr_store.serving.binding import ModuleBinding
@@ -367,14 +367,15 @@ class Loader:
             self._queue.bind(make)
 
     def add_sink(self, sink: RowSink, *, start: bool = True) -> SinkFeed:
-        """Push each version that is published to a sink as well, behind serving; return the feed that does so.
+        """Push each published version to a sink as well; return the feed that does this.
 
-        A sink that fails delays nobody: its feed tries again, and `SinkFeed.metrics` tells. It ends with the loader.
+        A failing sink delays nothing else: its feed retries, and `SinkFeed.metrics` has the error. The feed ends with
+        the loader.
 
         Parameters
         ----------
         start
-            Push on a thread of its own; with False only in `SinkFeed.push`.
+            Push on a thread; if False, only in `SinkFeed.push`.
         """
         with self._lock:
             self._check_open()
@@ -385,7 +386,7 @@ class Loader:
         return feed
 
     def close(self) -> None:
-        """End the thread and release memory and, if the loader opened it, the store. A second call does nothing."""
+        """End the thread and release memory and, if the loader opened it, the store. Idempotent."""
         self.stop()
         with self._lock:
             if not self._is_closed:
@@ -421,8 +422,8 @@ class Loader:
                     self._next_look_s = time.monotonic() + pause_s(self._interval_s, failures, random())
                 if self._queue.publisher.merge_due_in_s() == 0:
                     self._queue.merge(wait=False)
-        except Exception as error:  # noqa: BLE001  a bug, ours or a callback's: serving goes on, and the log has it
-            self._follower.trouble.note(error, self.version)
+        except Exception as error:  # noqa: BLE001  a bug, ours or a callback's: serving continues, and the log has it
+            self._follower.errors.record(error, self.version)
         rest = self._next_look_s - time.monotonic()
         due = self._queue.publisher.merge_due_in_s()
         return max(0.0, rest if due is None else min(rest, max(due, 0.01)))

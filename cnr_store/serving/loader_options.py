@@ -1,4 +1,4 @@
-"""How a loader holds its tables, what it asks before it serves a version, and how often it looks."""
+"""Options of a loader: how it serves tables, which checks a version must pass, how often it polls."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from cnr_store.serving.rows.shards import Shard, check_shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderOptions:
-    """Options of a `Loader`. What is given by table may name only tables that the loader is asked to hold.
+    """Options of a `Loader`. Options by table may name only tables that the loader serves.
 
     Attributes
     ----------
     dense
-        Names of the dense tensors to hold, where the version has them; None holds all.
+        Names of the dense tensors to serve, if the version has them; None serves all.
     shard
-        Which rows: a `RowRange`, a `HashShard`, or one of them (None for all rows) by table.
+        The rows to serve: a `RowRange`, a `HashShard`, or one of them (None for all rows) by table.
     served
-        What lookups return: ``float32``, ``float16``, ``bfloat16`` (its bits, uint16) or ``int8`` (fused 8-bit rows);
-        None is each table's own dtype. One for all tables, or by table.
+        The dtype that lookups return: ``float32``, ``float16``, ``bfloat16`` (its bits, uint16) or ``int8`` (fused
+        8-bit rows); None is each table's own dtype. One for all tables, or by table.
     holds
-        ``values`` or ``codes``; ``auto`` holds values wherever differences can be applied to them. Codes of a float32
+        ``values`` or ``codes``; ``auto`` keeps values if differences can be applied to them. Codes of a float32
         lattice table take half the memory and are decoded as they are looked up. One for all tables, or by table.
     validate
-        Called with a `Candidate` before a version is published; False or an exception refuses it for good.
+        Called with a `Candidate` before a version is published; if it returns False or raises, the version is never
+        served.
     warm_up
         Called with the `Candidate` of the first version, or with ``warm_up_each`` of every one, after ``validate``.
     cursor
-        Name of a registered cursor that follows the version served: expiry and compaction leave what this loader still
-        needs. It counts for a day after its last change.
+        Name of a registered cursor at the served version, which protects what this loader needs from expiry. It expires
+        a day after its last renewal.
     poll_interval_s
-        How often the thread of `Loader.start` looks, in seconds.
+        Seconds between the polls of the thread of `Loader.start`.
 
     Raises
     ------
@@ -75,12 +76,12 @@ def check_by_table(options: LoaderOptions, tables: Collection[str]) -> None:
         strange = sorted(by_table.keys() - set(tables)) if isinstance(by_table, Mapping) else []
         if strange:
             raise BadInput(
-                f"{argument} names {strange[0]!r}, not one of the tables to hold: {sorted(set(tables))}",
+                f"{argument} names {strange[0]!r}, not one of the tables to serve: {sorted(set(tables))}",
                 found=strange[0],
             )
 
 
-def check_names(argument: str, names: Sequence[str] | None) -> None:
+def check_names(argument: str, names: Collection[str] | None) -> None:
     """Refuse one name where a list of names is taken.
 
     Raises

@@ -1,4 +1,4 @@
-"""The newer end of a commit log as a consumer knows it: what it saw last, and how it came there. Decides nothing."""
+"""The newest records of a log that a loader has read. Decides nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cnr_store.format.commit_record import LogEntry
 from cnr_store.store import Store
 
 LONGEST_PATH = 256
-"""Records that are remembered, for what they tell of the way from one version to another."""
+"""Maximum number of remembered records; they are used to plan an update from one version to another."""
 
 
 class LogTail:
@@ -18,13 +18,13 @@ class LogTail:
     Attributes
     ----------
     seen
-        The newest record that is known.
+        The newest known record.
     path
-        Records that were seen one after another, oldest first; `forget` shortens it.
+        Records that were read one after another, oldest first; `forget` shortens it.
     is_unreachable
-        Whether the last look could not learn which record is the newest.
+        Whether the last poll could not find the newest record.
     checked_s
-        When that was learned last, by the monotonic clock.
+        When the newest record was last found, by the monotonic clock.
     """
 
     def __init__(self, store: Store) -> None:
@@ -35,9 +35,9 @@ class LogTail:
         self.seen = self.read_newest()[0]
 
     def read_news(self, most: int) -> tuple[list[LogEntry], Exception | None]:
-        """Return the records behind the newest that is known, at most ``most``, and why no more could be read.
+        """Return at most ``most`` records after the newest known one, and the error that ended the read.
 
-        One request, and one more for each record. What comes back is not seen yet: call `see` for each.
+        One request, and one more per record. Call `see` for each returned record.
         """
         news: list[LogEntry] = []
         self.is_unreachable = True
@@ -54,9 +54,9 @@ class LogTail:
         return news, None
 
     def read_newest(self) -> tuple[LogEntry, CorruptRecord | None]:
-        """Return the newest record that can be read, and what is wrong with one behind it; a few GETs.
+        """Return the newest readable record, and the error of a torn one after it; a few GETs.
 
-        A torn newest record is nobody's acknowledged state (spec, section 7).
+        A torn newest record was never acknowledged (spec, section 7).
 
         Raises
         ------
@@ -65,7 +65,7 @@ class LogTail:
         return self._store.internals.log.newest_readable()
 
     def see(self, entry: LogEntry) -> bool:
-        """Take a record as the newest that is known; returns whether it is newer than what was."""
+        """Record the newest known record; return whether it is newer than the last one."""
         if entry.record.v <= self.seen.record.v:
             return False
         self.seen = entry
@@ -73,11 +73,11 @@ class LogTail:
         return True
 
     def forget(self, version: int) -> None:
-        """Forget the way up to a version."""
+        """Forget the records up to a version."""
         self.path = [entry for entry in self.path if entry.record.v > version]
 
     def entry(self, version: int) -> LogEntry:
-        """Return the record of a version; one GET if it is none of those remembered.
+        """Return the record of a version; one GET if it is not remembered.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""What a loader tells of itself: the outcome of a look at the store, and counts since it was opened."""
+"""What a loader reports: the result of a poll, and counts since it was opened."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PollResult:
-    """What one look at the store did.
+    """The result of one poll.
 
     Attributes
     ----------
     version, step
-        What is served behind it; with ``publish="apply"`` what is served until `Loader.apply`.
+        The version served after it; with ``publish="apply"`` until `Loader.apply`.
     staged
-        The version that waits for `Loader.apply`, or None.
+        The staged version, which `Loader.apply` publishes, or None.
     is_updated
-        Whether another version is served, or staged, than before.
+        Whether a new version was served or staged.
     rows, bytes
-        Changed rows that were put into the tables, and the bytes that were stored for them.
+        Number of changed rows, and their stored bytes.
     apply_s
-        How long it took until the new versions were visible (staged), reading included, in seconds; 0 without any.
+        Seconds until the new versions were visible (staged), reading included; 0 without any.
     error
-        Why the loader does not serve what it should: the store cannot be read, the channel is gone, `validate` refused
-        the version. What was served before stays. None if all is well.
+        Why the loader does not serve its target: the store cannot be read, the channel was deleted, `validate` refused
+        the version. Then the present version stays. None if there was no error.
     """
 
     version: int
@@ -38,18 +38,17 @@ class PollResult:
 
 @dataclass(slots=True)
 class LoaderMetrics:
-    """Counts of a loader since it was opened, and its state now. A loader counts in one of its own, and returns copies.
+    """Counts of a loader since it was opened, and its state now. A loader counts in its own object, and returns copies.
 
     Attributes
     ----------
     version, step
-        What is served.
+        The served version.
     staged
-        The version that waits for `Loader.apply`, or None.
+        The staged version, which `Loader.apply` publishes, or None.
     staleness_s
-        For how long a newer state than the one served has been there, as far as the loader knows: the time since the
-        commit of the first version that it wants and does not serve; 0 if there is none. A store that cannot be reached
-        does not show here but in ``checked_s``.
+        Seconds since the commit of the first version that the loader should serve and does not, as far as it knows; 0
+        if there is none. An unreachable store shows in ``checked_s``, not here.
     age_s
         Time since the commit of the version served.
     checked_s
@@ -65,7 +64,7 @@ class LoaderMetrics:
     updates
         Versions that were published after the first.
     rows, bytes
-        Changed rows that were put into the tables, and the bytes that were stored for them.
+        Number of changed rows, and their stored bytes.
     errors
         Looks that ended in an error, refusals not counted.
     failures
@@ -73,7 +72,7 @@ class LoaderMetrics:
     refused
         Versions that ``validate`` turned down.
     lookups, retries
-        Lookups of this process, and how often one began anew because its view was merged meanwhile.
+        Lookups of this process, and how often one began again because its view was merged meanwhile.
     error
         What `PollResult.error` of the last look was, as text; None if all is well.
     """

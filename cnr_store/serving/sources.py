@@ -1,6 +1,6 @@
-"""What a sink's feed reads: the views of a loader, as the `SinkSource` that it asks for.
+"""The views of a loader as the `SinkSource` that a sink's feed reads.
 
-Values never come from the store; the row ids of what changed before the loader was there do, once.
+Values never come from the store. Row ids that changed before the loader was opened are read from it once.
 """
 
 from __future__ import annotations
@@ -12,26 +12,25 @@ import numpy as np
 
 from cnr_store.encodings.widths import to_float32
 from cnr_store.errors import CorruptStore, NotFound
-from cnr_store.format.records import TableSchema
+from cnr_store.read.changed_rows import plan_row_change
 from cnr_store.segment.codes import Array
-from cnr_store.serving.rows.fused_reference import values_of_rows
+from cnr_store.serving.rows.fused_kernels import values_of_rows
 from cnr_store.serving.rows.served_table import RowKind
 from cnr_store.serving.rows.shards import rows_in_shard
 from cnr_store.serving.rows.views import Lookups, Publisher, View
 from cnr_store.serving.sinks import Published, SinkState, SinkTable, SourceRows
-from cnr_store.serving.update.comparing import rows_that_may_differ
-from cnr_store.serving.update.update_plan import Apply, Compare, Same, plan_path, plan_update
+from cnr_store.serving.update.update_plan import Compare, Same, open_plan, plan_path, plan_update
 from cnr_store.store import Store
 from cnr_store.types import Float32s, RowIds
 
 MOST_RECORDS = 256
-"""Records that are read to tell how one version became another; further apart, the two ends alone must tell."""
+"""Maximum number of records that are read to plan from one version to another; beyond, only the two ends are used."""
 
 
 class LoaderSource:
     """Rows of a publisher's newest view as float32, with the state that they are of.
 
-    Values are as exact as what is served: of bfloat16 or int8 rows they are what those say. A deleted row of a dense
+    Values are the served ones: those of bfloat16 or int8 rows are rounded. A deleted row of a dense
     table has its fill; only keys of hashed tables can be absent.
 
     Parameters
@@ -68,10 +67,10 @@ class LoaderSource:
         while True:
             view, board = self._publisher.newest_view()
             served = view.table(table)
-            if not served.held.is_keyed:
-                return range(served.held.start, served.held.stop)
+            if not served.base.is_keyed:
+                return range(served.base.start, served.base.stop)
             if served.schema.keys != "hashed":  # deleted rows have the fill, and no key
-                return rows_in_shard(served.held.shard, np.arange(served.schema.num_rows, dtype=np.int64))
+                return rows_in_shard(served.base.shard, np.arange(served.schema.num_rows, dtype=np.int64))
             ids = served.row_ids()
             if board.is_whole(view.epoch):
                 return ids
@@ -97,7 +96,7 @@ class LoaderSource:
 
 
 class _LookupsOfAView(Lookups):
-    """A lookup that says which view its rows are of."""
+    """A lookup that states which view its rows are of."""
 
     view: View | None = None
 
@@ -126,8 +125,8 @@ def _plain(choice: object) -> object:
 def rows_between(store: Store, held: int, view: View) -> dict[str, RowIds] | None:
     """Return which rows of a view's tables may differ between version ``held`` and the view's; blocks.
 
-    None where the segments of the two do not tell, or are gone: another baseline, another life of a table, a version
-    that has expired.
+    None if their segments do not show it or were deleted: another baseline, another generation of a table, an expired
+    version.
 
     Raises
     ------
@@ -145,25 +144,19 @@ def rows_between(store: Store, held: int, view: View) -> dict[str, RowIds] | Non
         if isinstance(plan, Compare):
             return None
         snapshot = store.snapshot(view.version)
-        begin = plan.behind if isinstance(plan, Apply) else plan.common
-        ends = (plan.segments,) if isinstance(plan, Apply) else (plan.old, plan.new)
-        chains = [snapshot.open_chain((*begin, *end)) for end in ends]
-        common, sides = chains[0][len(begin) - 1], [chain[len(begin) :] for chain in chains]
-        shapes = {name: _shape(snapshot.tables[name]) for name in snapshot.tables}
-        for reader in (common, *(reader for side in sides for reader in side)):
-            if {name: _shape(schema) for name, schema in reader.manifest.tables.items()} != shapes:
-                return None  # rows of a table that grew, shrank or began anew stand in no list
+        opened = open_plan(plan, snapshot.open_chain)
+        tables = snapshot.tables.keys()
+        if any(one.manifest.tables.keys() != tables for one in (opened.common, *opened.old, *opened.new)):
+            return None
         changed: dict[str, RowIds] = {}
         for name, served in view.tables.items():
-            found = [rows_that_may_differ(common, side, served, snapshot.tables[name]) for side in sides]
-            changed[name] = np.unique(np.concatenate(found))
+            change = plan_row_change(name, opened.common, opened.old, opened.new)
+            if change is None or change.start < change.stop:  # a new generation, or a resize
+                return None
+            changed[name] = rows_in_shard(served.base.shard, change.row_ids(snapshot.workers)[0])
         return changed
     except (NotFound, CorruptStore):
-        return None  # what only the older version was made of may be gone; the sink gets everything
-
-
-def _shape(schema: TableSchema) -> tuple[object, ...]:
-    return schema.generation, schema.num_rows, schema.dim, schema.keys
+        return None  # segments of the older version alone may be deleted; the sink gets everything
 
 
 def _floats(rows: Array, kind: RowKind) -> Float32s:

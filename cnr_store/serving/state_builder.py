@@ -1,4 +1,4 @@
-"""Reads what makes the state that a loader holds that of another version. Publishes nothing."""
+"""Reads the changes from a loader's state to another version. Publishes nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cnr_store.serving.loader_options import LoaderOptions
 from cnr_store.serving.rows.memory import Memory
 from cnr_store.serving.rows.views import View
 from cnr_store.serving.update.update_plan import Compare, UpdatePlan
-from cnr_store.serving.update.update_tables import HeldAs, TableUpdates, update_tables
+from cnr_store.serving.update.update_tables import ServeAs, TableUpdates, update_tables
 from cnr_store.serving.version_queue import VersionState
 from cnr_store.store import Store
 
@@ -28,7 +28,7 @@ class BuiltVersion:
     Attributes
     ----------
     dense
-        All dense tensors that are held, or None where they are those of the state before.
+        All dense tensors that are served, or None where they are those of the state before.
     """
 
     state: VersionState
@@ -42,9 +42,9 @@ class StateBuilder:
     Parameters
     ----------
     tables
-        Those to hold; None is all.
+        The tables to serve; None is all.
     memory
-        Where rows go.
+        Allocates the rows.
     """
 
     def __init__(
@@ -93,33 +93,33 @@ class StateBuilder:
         Raises
         ------
         CorruptStore, MissingObject, StorageFailure, NonFiniteValues, BadInput
-            As `update_tables`; what is held is as it was.
+            As `update_tables`; what is served is as it was.
         """
         dense, changed_dense = self._read_dense(snapshot, last, view)
         update = partial(
-            update_tables, snapshot, tables={} if view is None else view.tables, hold=self._held_as,
-            stated=None if last is None else last.stated, memory=self._memory,
+            update_tables, snapshot, tables={} if view is None else view.tables, hold=self._serve_as,
+            recorded=None if last is None else last.recorded, memory=self._memory,
         )  # fmt: skip
         try:
             tables = update(plan)
         except CorruptStore as error:
             if isinstance(plan, Compare) or type(error) is not CorruptStore:
                 raise
-            tables = update(Compare())  # the segments go on from another state than the one held
+            tables = update(Compare())  # the segments continue from another state than the present one
         entries = self._dense_of(snapshot)
-        state = VersionState(entry, snapshot.known_readers, entries, tables.stated, changed_dense=changed_dense)
+        state = VersionState(entry, snapshot.known_readers, entries, tables.recorded, changed_dense=changed_dense)
         return BuiltVersion(state, tables, dense)
 
-    def _held_as(self, table: str, schema: TableSchema) -> HeldAs | None:
+    def _serve_as(self, table: str, schema: TableSchema) -> ServeAs | None:
         del schema
         if self._tables is not None and table not in self._tables:
             return None
         served, holds, shard = self._options.served, self._options.holds, self._options.shard
-        return HeldAs(
+        return ServeAs(
             served.get(table) if isinstance(served, Mapping) else served,
             holds.get(table, "auto") if isinstance(holds, Mapping) else holds,
             shard.get(table) if isinstance(shard, Mapping) else shard,
-            is_asked=self._tables is not None,
+            is_named=self._tables is not None,
         )
 
     def _dense_of(self, snapshot: Snapshot) -> dict[str, DenseEntry]:

@@ -1,4 +1,4 @@
-"""Brings a loader to the version that it is to serve, record by record. Its caller holds the loader's lock."""
+"""Brings a loader to the version that it should serve, record by record. The caller holds the loader's lock."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from cnr_store.serving.holds import FollowingCursor, leased
 from cnr_store.serving.loader_options import LoaderOptions
 from cnr_store.serving.log_tail import LogTail
 from cnr_store.serving.metrics import LoaderMetrics, PollResult
+from cnr_store.serving.poll_errors import PollErrors
 from cnr_store.serving.state_builder import StateBuilder
-from cnr_store.serving.trouble import Trouble
 from cnr_store.serving.update.update_plan import Apply, Compare, Same, UpdatePlan
 from cnr_store.serving.version_queue import VersionQueue
 from cnr_store.store import Store
 
 MOST_RECORDS = 8
-"""So many records are followed one by one; a loader that is further behind goes to the newest state in one step."""
+"""Maximum number of records that are followed one by one; with more new records a loader goes to the newest state."""
 
 
 _EXPECTED = (CnrStoreError, OSError, MemoryError)
-"""What may go wrong with a store, or for want of memory, while a version is served that can go on being served."""
+"""Errors of a poll after which the present version stays."""
 
 
 @dataclass(slots=True)
 class _Refusal:
-    """A state that was turned down, as the newest record that has it, and why."""
+    """A refused state: its newest record, and the error."""
 
     entry: LogEntry
     error: VersionRefused
@@ -54,8 +54,8 @@ class VersionFollower:
 
     Attributes
     ----------
-    trouble
-        Why the last look left things as they are.
+    errors
+        The error of the last poll, and what was logged.
 
     Raises
     ------
@@ -78,7 +78,7 @@ class VersionFollower:
         self._queue = queue
         self._builder = builder
         self._metrics = metrics
-        self.trouble = Trouble(store.url, options.poll_interval_s, metrics)
+        self.errors = PollErrors(store.url, options.poll_interval_s, metrics)
         self._cursor = None if options.cursor is None else FollowingCursor(store, options.cursor)
         self._refusal: _Refusal | None = None
         self._pinned: int | None = None
@@ -88,17 +88,17 @@ class VersionFollower:
 
     @property
     def checked_s(self) -> float:
-        """When it was learned last which version is the newest, by the monotonic clock."""
+        """When the newest version was last read, by the monotonic clock."""
         return self._tail.checked_s
 
     @property
     def is_unreachable(self) -> bool:
-        """Whether the last look could not learn which record is the newest."""
+        """Whether the last poll could not find the newest record."""
         return self._tail.is_unreachable
 
     @property
     def staleness_s(self) -> float:
-        """For how long a newer state than the one served has been there, as far as is known; see `LoaderMetrics`."""
+        """Seconds since a newer state than the served one was committed, as far as is known; see `LoaderMetrics`."""
         since, wanted = self._behind_since_ms, self._wanted
         if since is None or wanted == self._queue.view.version:
             return 0.0
@@ -106,11 +106,11 @@ class VersionFollower:
 
     @property
     def cursor_version(self) -> int | None:
-        """Where the registered cursor stands in the store; None without one, or where it could not be written."""
+        """The version of the registered cursor in the store; None without one, or if it could not be written."""
         return None if self._cursor is None else self._cursor.version
 
     def load(self) -> None:
-        """Serve the first state; where it is compacted and deleted while it is loaded, a newer one."""
+        """Serve the first state; if that is compacted and deleted during the load, a newer one."""
         began = time.monotonic()
         while True:
             try:
@@ -124,12 +124,12 @@ class VersionFollower:
                     raise
         self._note_wanted()
         self._metrics.load_s = time.monotonic() - began
-        self._tell_cursor()
+        self._move_cursor()
 
     def look(self, *, is_patient: bool) -> PollResult:
-        """Look for new versions, serve or stage them, and return what came of it; an error of the store is in it.
+        """Look for new versions, serve or stage them, and return the result, with an error of the store.
 
-        With ``is_patient`` what failed before is not tried again before its pause is over.
+        With ``is_patient`` a failure is not retried before its pause is over.
         """
         metrics, queue = self._metrics, self._queue
         before, rows, size, began = queue.newest.version, metrics.rows, metrics.bytes, time.monotonic()
@@ -137,14 +137,14 @@ class VersionFollower:
         error: Exception | None = None
         try:
             if self._follow(is_patient=is_patient):
-                error = self.trouble.error
+                error = self.errors.error
             else:
-                self.trouble.note(None, queue.view.version)
-        except _EXPECTED as trouble:
-            error = trouble
-            self.trouble.note(trouble, queue.view.version)
+                self.errors.record(None, queue.view.version)
+        except _EXPECTED as caught:
+            error = caught
+            self.errors.record(caught, queue.view.version)
         self._note_wanted()
-        self._tell_cursor()
+        self._move_cursor()
         is_updated = queue.newest.version != before
         if is_updated:
             metrics.apply_s = time.monotonic() - began
@@ -161,7 +161,7 @@ class VersionFollower:
         )
 
     def pin(self, version: int) -> None:
-        """Go to a version, and stay there until `unpin`; what is refused or cannot be served changes nothing."""
+        """Go to a version and stay at it until `unpin`; changes nothing if it is refused or cannot be served."""
         if version > self._tail.seen.record.v:
             self._see(self._read_newest())
         self._go(ServeTarget(version=version), insists=True)
@@ -169,13 +169,13 @@ class VersionFollower:
         self._note_wanted()
 
     def stay(self) -> None:
-        """Drop what is staged, and stay at the version served until `unpin`."""
+        """Drop what is staged, and stay at the served version until `unpin`."""
         self._queue.drop_staged()
         self._pinned = self._queue.view.version
         self._note_wanted()
 
     def unpin(self) -> None:
-        """Go after the target again."""
+        """Follow the target again."""
         self._pinned = None
 
     @property
@@ -183,9 +183,9 @@ class VersionFollower:
         return self._target if self._pinned is None else ServeTarget(version=self._pinned)
 
     def _follow(self, *, is_patient: bool) -> bool:
-        """Read what is new in the log and go there, record by record; return whether it rests from a failure."""
+        """Read new records and go to them, one by one; return whether it pauses after a failure."""
         tail = self._tail
-        news, trouble = tail.read_news(MOST_RECORDS + 1)
+        news, read_error = tail.read_news(MOST_RECORDS + 1)
         if len(news) > MOST_RECORDS:
             for entry in news:
                 self._see(entry)
@@ -195,7 +195,7 @@ class VersionFollower:
             for entry in news[:-1]:
                 self._see(entry)
             news = news[-1:]
-        if is_patient and not news and trouble is None and self.trouble.rests:
+        if is_patient and not news and read_error is None and self.errors.is_paused:
             return True
         failure: CnrStoreError | None = None
         for entry in news or [tail.seen]:
@@ -207,14 +207,14 @@ class VersionFollower:
                 raise
             except CnrStoreError as error:
                 failure = error  # the next record may lead past it
-        if isinstance(failure, CorruptStore | NotFound) and trouble is None and self._see(self._read_newest()):
+        if isinstance(failure, CorruptStore | NotFound) and read_error is None and self._see(self._read_newest()):
             # What it needs may have been compacted, expired and deleted since: the newest state does not need it.
             self._go(self._aim)
             failure = None
         if failure is not None:
             raise failure
-        if trouble is not None:
-            raise trouble
+        if read_error is not None:
+            raise read_error
         return False
 
     def _note_wanted(self) -> None:
@@ -227,14 +227,14 @@ class VersionFollower:
         elif self._behind_since_ms is None:
             self._behind_since_ms = seen.ts_ms
 
-    def _tell_cursor(self) -> None:
+    def _move_cursor(self) -> None:
         if self._cursor is not None:
             self._cursor.move(self._queue.view.version)
 
     def _read_newest(self) -> LogEntry:
         entry, torn = self._tail.read_newest()
         if torn is not None:
-            self.trouble.say(torn, f"version {entry.record.v} is the newest that can be read")
+            self.errors.log(torn, f"version {entry.record.v} is the newest that can be read")
         return entry
 
     def _see(self, entry: LogEntry) -> bool:
@@ -246,10 +246,10 @@ class VersionFollower:
         return is_newer
 
     def _go(self, target: ServeTarget, *, insists: bool = False) -> None:
-        """Serve, or stage, what the target means by the newest record that is known."""
+        """Serve or stage the version of a target, by the newest known record."""
         queue = self._queue
         if not queue.waits:
-            queue.show()  # does nothing, unless other processes could not be told before
+            queue.show()  # does nothing, unless other processes could not be informed before
         version = wanted_version(target, self._tail.seen.record)
         newest = queue.newest
         if version == newest.version:
@@ -269,9 +269,9 @@ class VersionFollower:
         self._tail.forget(version)
 
     def _take(self, entry: LogEntry, plan: UpdatePlan, *, insists: bool = False) -> None:
-        """Read what makes the newest state that of ``entry``, everything if there is none, and stage it.
+        """Read the changes from the newest state to ``entry``, or all rows if there is none, and stage them.
 
-        A refusal is remembered unless the caller ``insists`` on just this version.
+        A refusal is remembered unless the caller ``insists`` on this version.
         """
         queue, options = self._queue, self._options
         last = queue.newest if queue.states else None

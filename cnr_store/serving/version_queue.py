@@ -1,7 +1,7 @@
-"""What a loader serves and what it has staged, and the steps from the one to the other. Reads no store.
+"""The version that a loader serves and those it has staged, and the steps between them. Reads no store.
 
-One lock is held by whatever stages, checks or shows a version: never for as long as a read of the store takes, so that
-`Loader.apply` finds it free.
+Staging, checking and publishing take one lock, which is never held during a read of the store, so that `Loader.apply`
+does not wait for one.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class VersionState:
     readers
         The segments of its chain, by name, open.
     dense
-        The dense tensors that are held.
-    stated
+        The dense tensors that are served.
+    recorded
         By table, the state digest that the version names.
     changed, changed_dense
         What differs from the version before: rows by table (in any order; None: any of them), and dense tensors.
@@ -54,7 +54,7 @@ class VersionState:
     entry: LogEntry
     readers: Mapping[str, SegmentReader] = field(default_factory=dict)
     dense: Mapping[str, DenseEntry] = field(default_factory=dict)
-    stated: Mapping[str, int | None] = field(default_factory=dict)
+    recorded: Mapping[str, int | None] = field(default_factory=dict)
     changed: Mapping[str, RowIds | None] = field(default_factory=dict)
     changed_dense: frozenset[str] = frozenset()
 
@@ -69,16 +69,16 @@ class VersionState:
 
 
 class VersionQueue:
-    """Versions on their way to the readers of a publisher.
+    """The served version, and the staged versions that follow it.
 
     Attributes
     ----------
     states
-        What is served, and behind it what is staged, in order; empty before the first version.
+        The served version, then the staged ones, in order; empty before the first version.
     lock
         Held while something is staged or shown.
     is_asking
-        Whether a gate is asked about a version at this moment; a caller that holds the lock is called by it.
+        Whether a gate is asked about a version at this moment; the lock is held then.
     """
 
     def __init__(self, publisher: Publisher, source: LoaderSource, metrics: LoaderMetrics, *, waits: bool) -> None:
@@ -106,12 +106,12 @@ class VersionQueue:
 
     @property
     def staged_version(self) -> int | None:
-        """The version that `show` would show; None where nothing waits."""
+        """The newest staged version; None if nothing is staged."""
         states = self.states
         return states[-1].version if len(states) > 1 else None
 
     def merge(self, *, wait: bool = True) -> None:
-        """Put what is shown into the held rows, before more is built on them; not what is staged."""
+        """Merge the served version into the base rows, before changes to them are read; not what is staged."""
         with self.lock:
             if self.publisher.candidate is None:
                 self.publisher.merge(wait=wait)
@@ -156,12 +156,12 @@ class VersionQueue:
             self._show_unless_it_waits()
 
     def show(self) -> None:
-        """Let lookups, the bound module and the sinks have what is staged; does nothing where nothing is.
+        """Publish what is staged to lookups, the bound module and the sinks; does nothing if nothing is staged.
 
         Raises
         ------
         StorageFailure
-            Other processes cannot be told; it stays staged.
+            Other processes could not be informed; the version stays staged.
         """
         with self.lock:
             if len(self.states) < 2 and self.publisher.candidate is None and not self._module_lags:
@@ -189,13 +189,13 @@ class VersionQueue:
                 self.lock.release()
 
     def drop_staged(self) -> None:
-        """Forget what waits."""
+        """Drop what is staged."""
         with self.lock:
             self.publisher.discard()
             del self.states[1:]
 
     def bind(self, make: Callable[[View, VersionState], ModuleBinding]) -> None:
-        """Let a module show what is served from now on."""
+        """Serve in a module from now on."""
         with self.lock:
             binding = make(self.view, self.states[0])
             self._module_lags = True  # all of it is to be shown
@@ -211,7 +211,7 @@ class VersionQueue:
         return self._binding is not None
 
     def add_feed(self, feed: SinkFeed) -> None:
-        """Tell a feed of every version from now on, and of the one served."""
+        """Notify a feed of the served version, and of every later one."""
         with self.lock:
             self._feeds.append(feed)
             feed.notice(self._source.described(self.view), dict.fromkeys(self.view.tables))
@@ -234,7 +234,7 @@ class VersionQueue:
         if self._module_lags:  # it was left half way
             changed, moved = dict.fromkeys(view.tables), view.dense
         self._module_lags = True
-        self.publisher.merge()  # what a parameter has adopted are the held rows
+        self.publisher.merge()  # what a parameter has adopted are the base rows
         view = self.view
         binding.show(view.tables, changed, view.dense, self.states[0].dense, moved)
         self._module_lags = False

@@ -10,7 +10,7 @@ import numpy as np
 from cnr_store.errors import BadInput, BadRowIds, BadShape, DoesNotApply
 from cnr_store.format.layout import check_name
 from cnr_store.format.records import Manifest, TableSchema
-from cnr_store.read.table_reader import rows_since
+from cnr_store.read.changed_rows import rows_since
 from cnr_store.segment.codes import Array, TableCodes, array_specs
 from cnr_store.segment.groups import WrittenPart
 from cnr_store.segment.reader import SegmentReader

@@ -350,7 +350,7 @@ class Segments:
         snapshot = store.snapshot(version)
         kind = row_kind(snapshot.tables[TABLE], None, holds)
         self._publisher = Publisher(min_view_s=0.0)
-        held = load_table(snapshot.readers, TABLE, kind, workers).held
+        held = load_table(snapshot.readers, TABLE, kind, workers).base
         self._publisher.publish(version, snapshot.step, {TABLE: held})
 
     def opened(self, version: int) -> Callable[[], None]:

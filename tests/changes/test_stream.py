@@ -704,7 +704,7 @@ def test_a_cursor_is_renewed_while_a_version_is_taken(store: Store, monkeypatch:
     head = store.latest_version()
     assert registered == [head]
     for expected in (2, 3):
-        stream._hold._at_s -= 400
+        stream._registered._at_s -= 400
         next(stream)
         next(stream)
         assert registered == [head] * expected

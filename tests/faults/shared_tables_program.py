@@ -24,7 +24,7 @@ from cnr_store.serving.rows.attached import AttachedTables
 from cnr_store.serving.rows.board import Board
 from cnr_store.serving.rows.key_index import KeyIndex
 from cnr_store.serving.rows.memory import Memory
-from cnr_store.serving.rows.served_table import HeldTable, Overlay, row_kind
+from cnr_store.serving.rows.served_table import BaseTable, Overlay, row_kind
 from cnr_store.serving.rows.shared_memory import SharedMemory
 from cnr_store.serving.rows.views import LookupBatch, Lookups, Publisher, ViewSource
 from cnr_store.types import Lattice, RowIds
@@ -44,14 +44,14 @@ def hashed_keys(version: int) -> RowIds:
     return np.arange(KEYS_PER_VERSION, dtype=np.int64) + version * (KEYS_PER_VERSION // 2)
 
 
-def first_tables(version: int, memory: Memory) -> dict[str, HeldTable]:
+def first_tables(version: int, memory: Memory) -> dict[str, BaseTable]:
     """The tables at a version; every element of every row is the version."""
-    dense = HeldTable.allocate("dense", DENSE, row_kind(DENSE), memory=memory)
+    dense = BaseTable.allocate("dense", DENSE, row_kind(DENSE), memory=memory)
     dense.rows[:] = version
-    codes = HeldTable.allocate(CODES, DENSE, row_kind(DENSE, "bfloat16"), memory=memory)
+    codes = BaseTable.allocate(CODES, DENSE, row_kind(DENSE, "bfloat16"), memory=memory)
     codes.rows[:] = version % 256
     keys = hashed_keys(version)
-    hashed = HeldTable.allocate("hashed", HASHED, row_kind(HASHED), num_keys=len(keys), memory=memory)
+    hashed = BaseTable.allocate("hashed", HASHED, row_kind(HASHED), num_keys=len(keys), memory=memory)
     hashed.rows[: len(keys)] = version
     assert hashed.index is not None
     hashed.index.insert_many(keys, np.arange(len(keys)))
@@ -64,7 +64,7 @@ def overlays(version: int, before: int, publisher: Publisher, memory: Memory) ->
     order = np.random.default_rng(version).permutation(ROWS).astype(np.int64)
     made = {}
     for name, number in (("dense", version), (CODES, version % 256)):
-        held = view.tables[name].held
+        held = view.tables[name].base
         overlay = made[name] = Overlay.allocate(name, DENSE, ROWS, DIM, held.rows.dtype, memory)
         overlay.ids[:] = order
         overlay.rows[:] = number

@@ -138,8 +138,8 @@ class Sweep:
             assert report.problems == ()
             self.newest = store.latest_version()
             self.tags = store.tags()
-            self.held = {version: bytes_of(store.snapshot(version)) for version in report.restorable}
-            chains = {tuple(e.seg for e in store.record(version).chain): version for version in sorted(self.held)}
+            self.base = {version: bytes_of(store.snapshot(version)) for version in report.restorable}
+            chains = {tuple(e.seg for e in store.record(version).chain): version for version in sorted(self.base)}
         self.chains = {version: {f"data/{name}" for name in chain} for chain, version in chains.items()}
 
     def open(self) -> Store:
@@ -200,7 +200,7 @@ class Sweep:
         folders = {"/".join(key.split("/")[:2]) for key in changes}
         in_segments = folders <= set().union(*self.chains.values())
         chains = {version for version, names in self.chains.items() if not in_segments or names & folders}
-        return chains | {version for version in self.held if commit_key(version) in changes}
+        return chains | {version for version in self.base if commit_key(version) in changes}
 
     def _check_restore(self, store: Store, version: int | None) -> None:
         try:
@@ -209,7 +209,7 @@ class Sweep:
         except CnrStoreError:
             return
         assert version in (None, snapshot.version)
-        assert found == self.held[snapshot.version], f"version {snapshot.version} restores something else"
+        assert found == self.base[snapshot.version], f"version {snapshot.version} restores something else"
 
     def flip(self, places: Iterator[tuple[str, int, int]]) -> None:
         for key, at, bit in places:

@@ -32,10 +32,11 @@ from cnr_store.errors import (
     StorageFailure,
     TableNotFound,
 )
-from cnr_store.serving.rows.fused_reference import fuse_rows, values_of_rows
+from cnr_store.serving.rows.fused_kernels import values_of_rows
 from cnr_store.serving.sinks import SinkFeed, SinkState, SinkTable
 from cnr_store.serving.sinks.stored_rows import StoredAs
 from tests.support.servers import RedisServer
+from tests.support.serving_reference import fuse_rows
 
 redis = pytest.importorskip("redis")
 

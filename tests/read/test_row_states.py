@@ -16,7 +16,7 @@ import pytest
 from cnr_store import CorruptStore, Store, TableOptions, Writer
 from cnr_store.read.plan import plan_table
 from cnr_store.serving.rows.shards import HashShard
-from cnr_store.serving.update.update_tables import HeldAs
+from cnr_store.serving.update.update_tables import ServeAs
 from cnr_store.storage import storage_from_filesystem
 from tests.support.consumers import Consumer
 from tests.support.faulty import IsolatedMemoryFileSystem
@@ -84,7 +84,7 @@ def escape_and_set(writer: Writer, values: Values) -> Values:
 WAYS: list[Callable[[Writer, Values], Values]] = [
     escape, delete, grow, shrink_and_grow, delete_and_compact, escape_and_set,
 ]  # fmt: skip
-HOLDINGS = [HeldAs(), HeldAs(holds="codes"), HeldAs(shard=HashShard(0, 2))]
+HOLDINGS = [ServeAs(), ServeAs(holds="codes"), ServeAs(shard=HashShard(0, 2))]
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from cnr_store.maintenance.compaction import compact_run
 from cnr_store.serving.rows.served_table import row_kind
 from cnr_store.serving.rows.shards import HashShard
 from cnr_store.serving.update.loading import load_table
-from cnr_store.serving.update.update_tables import HeldAs
+from cnr_store.serving.update.update_tables import ServeAs
 from format_spec import vectors
 from tests.support.consumers import Consumer
 
@@ -120,13 +120,13 @@ def restore_a_writer(at: Damaged) -> None:
     at.store.writer().restore()
 
 
-def load_a_table(at: Damaged, holding: HeldAs) -> None:
+def load_a_table(at: Damaged, holding: ServeAs) -> None:
     snapshot = at.store.snapshot(version=at.version)
     kind = row_kind(snapshot.tables[TABLE], holding.served, holding.holds)
     load_table(snapshot.readers, TABLE, kind, snapshot.workers, shard=holding.shard)
 
 
-def apply_the_delta(at: Damaged, holding: HeldAs) -> None:
+def apply_the_delta(at: Damaged, holding: ServeAs) -> None:
     consumer = Consumer(holding, np.random.default_rng(0))
     entries = [at.store.internals.log.read(version) for version in range(2, at.version + 1)]
     for entry in entries[:-1]:
@@ -154,7 +154,7 @@ READERS: list[Callable[[Damaged], None]] = [
     look_up, look_up_through_a_cache, read_the_row_as_a_range, read_the_table, restore_a_writer,
     stream_the_change, stream_the_change_through_a_mirror, stream_the_whole_table, merge_from_the_baseline,
 ]  # fmt: skip
-HOLDINGS = [HeldAs(), HeldAs(holds="codes"), HeldAs("float16"), HeldAs(shard=HashShard(0, 1))]
+HOLDINGS = [ServeAs(), ServeAs(holds="codes"), ServeAs("float16"), ServeAs(shard=HashShard(0, 1))]
 
 
 @pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
@@ -172,7 +172,7 @@ def test_a_reader_of_a_slot_alone_refuses_such_a_row_too(damaged: Damaged) -> No
 @pytest.mark.parametrize("holding", HOLDINGS, ids=str)
 @pytest.mark.parametrize("act", [load_a_table, apply_the_delta], ids=lambda act: act.__name__)
 def test_a_loader_refuses_a_row_that_breaks_a_rule(
-    damaged: Damaged, act: Callable[[Damaged, HeldAs], None], holding: HeldAs
+    damaged: Damaged, act: Callable[[Damaged, ServeAs], None], holding: ServeAs
 ) -> None:
     with pytest.raises(CorruptStore, match=damaged.says):
         act(damaged, holding)

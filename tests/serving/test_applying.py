@@ -22,19 +22,20 @@ from cnr_store.format.records import ChainEntry, PartEntry, TableSchema
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, array_specs, decode_block
 from cnr_store.segment.reader import SegmentReader
-from cnr_store.serving.rows.served_table import HeldTable, Overlay, ServedTable, row_kind
+from cnr_store.serving.rows.served_table import BaseTable, Overlay, ServedTable, row_kind
 from cnr_store.serving.rows.shards import HashShard
-from cnr_store.serving.update.adding import LARGEST_CODE, add_reference, add_to_codes, add_to_values
+from cnr_store.serving.update.adding import LARGEST_CODE, add_to_codes, add_to_values
 from cnr_store.serving.update.applying import Applied, apply_segment, check_base
 from cnr_store.serving.update.content import CodesTooWide
 from cnr_store.serving.update.loading import load_table
 from cnr_store.serving.update.update_plan import Apply, Reread, plan_update
-from cnr_store.serving.update.update_tables import HeldAs, update_tables
+from cnr_store.serving.update.update_tables import ServeAs, update_tables
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import FloatBits, Lattice, RowRange
 from tests.support.consumers import HOLDINGS, Consumer, TrackedMemory
 from tests.support.documents import document_of
 from tests.support.faulty import FaultyFileSystem, IsolatedMemoryFileSystem
+from tests.support.serving_reference import add_reference
 from tests.support.store_oracle import KINDS, training_slots, training_values
 
 ROWS, DIM = 60, 4
@@ -156,7 +157,7 @@ def train(store: Store, kind: str, seed: int, *, deltas: int = 1) -> None:
                 txn.delete_rows("t", gone)
 
 
-def held_before(store: Store, holding: HeldAs, *, last: int = -1) -> tuple[ServedTable, SegmentReader]:
+def held_before(store: Store, holding: ServeAs, *, last: int = -1) -> tuple[ServedTable, SegmentReader]:
     """The table before the last segment of the head's chain, and that segment."""
     snapshot = store.snapshot()
     readers = snapshot.readers[: len(snapshot.readers) + last]
@@ -169,12 +170,12 @@ def held_before(store: Store, holding: HeldAs, *, last: int = -1) -> tuple[Serve
 def content(applied: Applied) -> Any:
     """What an overlay says, by id; content that means nothing left out."""
     overlay, order = applied.overlay, np.argsort(applied.overlay.ids)
-    sure = ~np.isin(overlay.ids[order], applied.unsure)
+    sure = ~np.isin(overlay.ids[order], applied.unknown)
     status = np.where(sure, overlay.status[order], ESCAPED)
     means = status == CODED if applied.escapes.values else (status != ABSENT)
     means &= sure
     return (
-        overlay.ids[order].tolist(), status.tolist(), overlay.rows[order][means].tobytes(), applied.unsure.tolist(),
+        overlay.ids[order].tolist(), status.tolist(), overlay.rows[order][means].tobytes(), applied.unknown.tolist(),
         applied.escapes.rows.tolist(), {name: values.tobytes() for name, values in applied.escapes.values.items()},
     )  # fmt: skip
 
@@ -182,7 +183,7 @@ def content(applied: Applied) -> Any:
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), holding=st.sampled_from(HOLDINGS), chunk_bytes=st.sampled_from([64, 1 << 20]))
-def test_the_quick_way_is_the_plain_way(kind: str, seed: int, holding: HeldAs, chunk_bytes: int) -> None:
+def test_the_quick_way_is_the_plain_way(kind: str, seed: int, holding: ServeAs, chunk_bytes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cnr_store.format.arrays.CHUNK_BYTES", chunk_bytes)
         store = new_store()
@@ -205,14 +206,14 @@ def test_differences_to_rows_that_are_not_coded_here_are_left_to_the_chain() -> 
             txn.write_table("t", np.ones((6, 2), np.float32), options=TableOptions(scale=0.5))
         with writer.begin(2) as txn:
             txn.write_rows("t", np.arange(6), np.full((6, 2), 2, np.float32))
-    served, reader = held_before(store, HeldAs())
-    held = served.held.with_status()
+    served, reader = held_before(store, ServeAs())
+    held = served.base.with_status()
     assert held.status is not None
     held.status[[2, 4]] = ABSENT, ESCAPED
 
     for reference in (False, True):
         applied = apply_segment(reader, ServedTable(held), store.internals.workers, reference=reference)
-        assert applied.unsure.tolist() == [2, 4]
+        assert applied.unknown.tolist() == [2, 4]
         assert applied.overlay.status[applied.overlay.index.find(np.array([2, 4]))].tolist() == [ESCAPED, ESCAPED]
 
 
@@ -223,7 +224,7 @@ def test_codes_that_outgrow_int16_are_told() -> None:
             txn.write_table("t", np.ones((6, 2), np.float32), options=TableOptions(scale=0.5))
         with writer.begin(2) as txn:
             txn.write_rows("t", np.array([3]), np.full((1, 2), 32_000, np.float32))
-    served, reader = held_before(store, HeldAs(holds="codes"))
+    served, reader = held_before(store, ServeAs(holds="codes"))
     for reference in (False, True):
         with pytest.raises(CodesTooWide):
             apply_segment(reader, served, store.internals.workers, reference=reference)
@@ -244,7 +245,7 @@ def test_a_row_in_two_lists_is_corrupt(shard: Any) -> None:
             txn.write_table("t", np.ones((6, 2), np.float32), options=TableOptions(encoding="raw"))
         with writer.begin(2) as txn:
             txn.write_rows("t", np.array([1, 3, 4]), np.full((3, 2), 2, np.float32))
-    served, reader = held_before(store, HeldAs(shard=shard))
+    served, reader = held_before(store, ServeAs(shard=shard))
     (part,) = reader.manifest.parts
     row_list = part.set or part.add
     twice = altered(reader, set=row_list, delete=row_list)
@@ -268,7 +269,7 @@ def entries(store: Store) -> list[LogEntry]:
     return [entry for entry in found if entry is not None]
 
 
-def consumer_at(store: Store, entry: LogEntry, holding: HeldAs = HeldAs()) -> Consumer:  # noqa: B008 (frozen)
+def consumer_at(store: Store, entry: LogEntry, holding: ServeAs = ServeAs()) -> Consumer:  # noqa: B008 (frozen)
     consumer = Consumer(holding, np.random.default_rng(0))
     consumer.go(store, [entry])
     return consumer
@@ -316,7 +317,7 @@ def test_a_difference_to_a_deleted_row_is_corrupt_and_names_it(store: Store) -> 
         with writer.begin(2) as txn:
             txn.write_rows("t", np.array([2, 3]), np.full((2, 2), 4, np.float32))
     consumer = consumer_at(store, deleting)
-    consumer.stated = {}
+    consumer.recorded = {}
     strange = with_chain(store.head(), *deleting.record.chain, starting_from_anything(store))
     before = consumer.frozen()
 
@@ -355,14 +356,14 @@ def failure_of(consumer: Consumer, store: Store, target: LogEntry) -> CorruptSto
     return None
 
 
-@pytest.mark.parametrize("holding", [HeldAs(), HeldAs(holds="codes"), HeldAs("bfloat16", shard=HashShard(1, 2))])
-def test_objects_that_are_gone_or_damaged_leave_what_is_held_alone(store: Store, holding: HeldAs) -> None:
+@pytest.mark.parametrize("holding", [ServeAs(), ServeAs(holds="codes"), ServeAs("bfloat16", shard=HashShard(1, 2))])
+def test_objects_that_are_gone_or_damaged_leave_what_is_held_alone(store: Store, holding: ServeAs) -> None:
     train(store, "lattice", 3, deltas=2)
     log = entries(store)
     memory = TrackedMemory()
     consumer = Consumer(holding, np.random.default_rng(0), memory)
     consumer.go(store, [next(entry for entry in log if len(entry.record.chain) == 2)])
-    held, stated, before = dict(consumer.tables), dict(consumer.stated), consumer.frozen()
+    held, recorded, before = dict(consumer.tables), dict(consumer.recorded), consumer.frozen()
     live, failures = dict(memory.live), 0
     prefix = segment_prefix(store.head().record.chain[-1].seg)
     for key in sorted(stat.key for stat in store.storage.list_objects(prefix)):
@@ -373,15 +374,15 @@ def test_objects_that_are_gone_or_damaged_leave_what_is_held_alone(store: Store,
                 assert isinstance(found, MissingObject) == (data is None)
                 assert memory.live.keys() == live.keys()
                 failures += 1
-            consumer.tables, consumer.stated, consumer.entry = dict(held), dict(stated), log[-2]
+            consumer.tables, consumer.recorded, consumer.entry = dict(held), dict(recorded), log[-2]
             memory.live = dict(live)
             if found is not None:
                 assert consumer.frozen() == before
                 continue
             # It did not need the object, and went on: from the start again.
-            consumer.tables, consumer.stated, consumer.entry = {}, {}, None
+            consumer.tables, consumer.recorded, consumer.entry = {}, {}, None
             consumer.go(store, [log[-2]])
-            held, stated, live = dict(consumer.tables), dict(consumer.stated), dict(memory.live)
+            held, recorded, live = dict(consumer.tables), dict(consumer.recorded), dict(memory.live)
 
     assert failures >= 9  # manifest, row ids, codes; slots and Zarr's documents are not read
     consumer.go(store, [log[-1]])
@@ -420,13 +421,13 @@ def test_only_what_is_needed_is_read() -> None:
     log = entries(store)
     before = next(entry for entry in log if len(entry.record.chain) == 1)
     reads = {}
-    for holding in (HeldAs(), HeldAs(shard=RowRange(100, 120))):
+    for holding in (ServeAs(), ServeAs(shard=RowRange(100, 120))):
         consumer = consumer_at(store, before, holding)
         start = len(files.calls)
         snapshot = Snapshot(store.storage, log[-1], store.internals.workers, known=consumer.known, opens=False)
         move = plan_update(before, log[-1])
         assert isinstance(move, Apply)
-        updates = update_tables(snapshot, move, consumer.tables, consumer.hold, consumer.stated)
+        updates = update_tables(snapshot, move, consumer.tables, consumer.hold, consumer.recorded)
         paths = [call.path for call in files.calls[start:] if call.operation == "read"]
         reads[holding] = paths
         sizes = [len(store.storage.read(path.split("/root/", 1)[1]) or b"") for path in paths]
@@ -442,8 +443,8 @@ def test_only_what_is_needed_is_read() -> None:
     store.close()
 
 
-@pytest.mark.parametrize("holding", [HeldAs(), HeldAs(holds="codes"), HeldAs(holds="codes", shard=HashShard(0, 2))])
-def test_a_finer_unit_and_wider_codes_are_followed(store: Store, holding: HeldAs) -> None:
+@pytest.mark.parametrize("holding", [ServeAs(), ServeAs(holds="codes"), ServeAs(holds="codes", shard=HashShard(0, 2))])
+def test_a_finer_unit_and_wider_codes_are_followed(store: Store, holding: ServeAs) -> None:
     rng = np.random.default_rng(5)
     values = rng.standard_normal((40, DIM)).astype(np.float32)
     with store.writer() as writer:
@@ -456,12 +457,12 @@ def test_a_finer_unit_and_wider_codes_are_followed(store: Store, holding: HeldAs
             txn.write_rows("t", np.arange(0, 40, 3), values[::3] + np.float32(0.1))
         updates = consumer.go(store, [store.head()])
         is_anew = holding.holds == "codes"
-        assert isinstance(updates.changes["t"], HeldTable if is_anew else Overlay)
+        assert isinstance(updates.changes["t"], BaseTable if is_anew else Overlay)
         with writer.begin(3) as txn:
             txn.write_rows("t", np.arange(1, 40, 3), values[1::3] * np.float32(9_000))
         updates = consumer.go(store, [store.head()])
-        assert isinstance(updates.changes["t"], HeldTable if is_anew else Overlay)
-        assert consumer.tables["t"].held.rows.dtype == (np.int32 if is_anew else np.float32)
+        assert isinstance(updates.changes["t"], BaseTable if is_anew else Overlay)
+        assert consumer.tables["t"].base.rows.dtype == (np.int32 if is_anew else np.float32)
         with writer.begin(4) as txn:
             txn.write_rows("t", np.arange(2, 40, 3), values[2::3])
         assert isinstance(consumer.go(store, [store.head()]).changes["t"], Overlay)

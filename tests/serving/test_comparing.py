@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from cnr_store import Store, TableOptions
-from cnr_store.serving.rows.served_table import HeldTable, Overlay
+from cnr_store.serving.rows.served_table import BaseTable, Overlay
 from cnr_store.serving.rows.shards import HashShard, rows_in_shard
 from cnr_store.serving.update.comparing import LEAST_LIMIT
-from cnr_store.serving.update.update_tables import HeldAs, TableUpdates
+from cnr_store.serving.update.update_tables import ServeAs, TableUpdates
 from cnr_store.storage import storage_from_filesystem
 from tests.support.consumers import Consumer
 from tests.support.faulty import IsolatedMemoryFileSystem
@@ -20,7 +20,7 @@ ROWS, DIM = 4 * LEAST_LIMIT, 2
 Array = np.ndarray[Any, Any]
 
 
-def moved_to(values: Array, then: Array, holding: HeldAs, options: TableOptions) -> TableUpdates:
+def moved_to(values: Array, then: Array, holding: ServeAs, options: TableOptions) -> TableUpdates:
     """A new baseline of the same table, which a consumer of the old one compares."""
     store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=2)
     consumer = Consumer(holding, np.random.default_rng(0))
@@ -34,8 +34,8 @@ def moved_to(values: Array, then: Array, holding: HeldAs, options: TableOptions)
     return updates
 
 
-@pytest.mark.parametrize("holding", [HeldAs(), HeldAs(holds="codes"), HeldAs("float16", shard=HashShard(1, 2))])
-def test_rows_that_differ_become_an_overlay_and_no_others(holding: HeldAs) -> None:
+@pytest.mark.parametrize("holding", [ServeAs(), ServeAs(holds="codes"), ServeAs("float16", shard=HashShard(1, 2))])
+def test_rows_that_differ_become_an_overlay_and_no_others(holding: ServeAs) -> None:
     values = np.zeros((ROWS, DIM), np.float32)
     then = values.copy()
     then[5:50] = 3
@@ -46,18 +46,18 @@ def test_rows_that_differ_become_an_overlay_and_no_others(holding: HeldAs) -> No
     assert sorted(change.ids.tolist()) == rows_in_shard(holding.shard, np.arange(5, 50)).tolist()
 
 
-@pytest.mark.parametrize("holding", [HeldAs(), HeldAs(holds="codes"), HeldAs(shard=HashShard(0, 1))])
-def test_a_table_of_which_most_differs_is_loaded_anew(holding: HeldAs) -> None:
+@pytest.mark.parametrize("holding", [ServeAs(), ServeAs(holds="codes"), ServeAs(shard=HashShard(0, 1))])
+def test_a_table_of_which_most_differs_is_loaded_anew(holding: ServeAs) -> None:
     values = np.zeros((ROWS, DIM), np.float32)
     change = moved_to(values, values + 1, holding, TableOptions(scale=0.5)).changes["t"]
-    assert isinstance(change, HeldTable)
+    assert isinstance(change, BaseTable)
 
 
-@pytest.mark.parametrize(("holds", "expected"), [("values", Overlay), ("codes", HeldTable)])
+@pytest.mark.parametrize(("holds", "expected"), [("values", Overlay), ("codes", BaseTable)])
 def test_another_scale_is_another_unit_for_codes_alone(holds: Any, expected: type) -> None:
     values = np.zeros((ROWS, DIM), np.float32)
     store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=1)
-    consumer = Consumer(HeldAs(holds=holds), np.random.default_rng(0))
+    consumer = Consumer(ServeAs(holds=holds), np.random.default_rng(0))
     with store.writer() as writer:
         for step, scale in enumerate((0.5, 0.25)):
             with writer.begin(step, "baseline") as txn:
@@ -70,7 +70,7 @@ def test_another_scale_is_another_unit_for_codes_alone(holds: Any, expected: typ
 
 def test_a_table_of_another_size_is_loaded_anew_where_rows_are_held_by_position() -> None:
     options = TableOptions.exact()
-    for holding, expected in ((HeldAs(), HeldTable), (HeldAs(shard=HashShard(0, 2)), Overlay)):
+    for holding, expected in ((ServeAs(), BaseTable), (ServeAs(shard=HashShard(0, 2)), Overlay)):
         change = moved_to(np.ones((40, DIM), np.float32), np.ones((30, DIM), np.float32), holding, options).changes["t"]
         assert isinstance(change, expected)
 
@@ -78,7 +78,7 @@ def test_a_table_of_another_size_is_loaded_anew_where_rows_are_held_by_position(
 def test_a_table_that_only_got_longer_is_known_to_be() -> None:
     """By key its new rows are nowhere, and its length is all that differs."""
     store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=1)
-    consumer = Consumer(HeldAs(shard=HashShard(0, 2)), np.random.default_rng(0))
+    consumer = Consumer(ServeAs(shard=HashShard(0, 2)), np.random.default_rng(0))
     with store.writer() as writer:
         with writer.begin(1, "baseline") as txn:
             txn.write_table("t", np.ones((4, DIM), np.float32), options=TableOptions.exact())

@@ -22,9 +22,10 @@ from cnr_store.serving.rows.fused_kernels import (
     fused_row_bytes,
     half_bits,
     half_value,
+    values_of_rows,
 )
-from cnr_store.serving.rows.fused_reference import fuse_rows, values_of_rows
 from cnr_store.serving.sinks import FusedRows, SinkState, SinkTable
+from tests.support.serving_reference import fuse_rows
 
 torch = pytest.importorskip("torch")
 

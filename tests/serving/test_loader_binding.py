@@ -113,7 +113,7 @@ def test_a_parameter_on_the_cpu_is_the_held_rows(training: Training) -> None:
             training.save()
             loader.poll()
             loader.apply()
-            held = loader._queue.view.table("user.weight").held.rows
+            held = loader._queue.view.table("user.weight").base.rows
             assert model.user.weight is parameter
             assert parameter.data_ptr() == held.ctypes.data
     assert np.array_equal(parameter.detach().numpy(), training.values)  # it outlives the loader
@@ -180,7 +180,7 @@ def test_a_bfloat16_table_is_adopted_bit_for_bit() -> None:
             loader.poll()
             loader.apply()
             assert torch.equal(embedding.weight, bits)
-            held = loader._queue.view.table("weight").held.rows
+            held = loader._queue.view.table("weight").base.rows
             assert embedding.weight.data_ptr() == held.ctypes.data
 
 

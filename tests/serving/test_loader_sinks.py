@@ -12,13 +12,13 @@ import pytest
 from cnr_store import CompactionPolicy, Store, TableOptions
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.serving import HashShard, Loader, LoaderOptions, RowRange
-from cnr_store.serving.rows.fused_reference import fuse_rows
 from cnr_store.serving.rows.views import Lookups
 from cnr_store.serving.sinks import FusedRows, SinkState, SinkTable
 from cnr_store.serving.sources import scope_of
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Float32s, RowIds
 from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.serving_reference import fuse_rows
 
 ROWS, DIM = 40, 4
 

@@ -20,7 +20,7 @@ from cnr_store.segment.reader import SegmentReader
 from cnr_store.serving.rows.served_table import ServedTable, row_kind
 from cnr_store.serving.rows.shards import HashShard, rows_in_shard
 from cnr_store.serving.update.loading import load_table
-from cnr_store.serving.update.update_tables import HeldAs
+from cnr_store.serving.update.update_tables import ServeAs
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import FloatBits, Lattice, RowRange
 from tests.support.consumers import HOLDINGS, Consumer, expected_rows
@@ -41,14 +41,14 @@ def spoiled(kind: str, values: Array, rows: Array) -> Array:
     return values
 
 
-def load(snapshot: Snapshot, holding: HeldAs, table: str = "t") -> ServedTable:
+def load(snapshot: Snapshot, holding: ServeAs, table: str = "t") -> ServedTable:
     schema = snapshot.tables[table]
     holds = holding.holds if isinstance(schema.encoding, Lattice | FloatBits) else "auto"
     kind = row_kind(schema, holding.served, holds)
     return load_table(snapshot.readers, table, kind, snapshot.workers, shard=holding.shard)
 
 
-def check(snapshot: Snapshot, served: ServedTable, holding: HeldAs, status: Array | None = None) -> None:
+def check(snapshot: Snapshot, served: ServedTable, holding: ServeAs, status: Array | None = None) -> None:
     ids, values = expected_rows(snapshot, served.name, holding)
     out = np.empty((len(ids), served.kind.served_width), served.kind.served_dtype)
     expected = np.empty_like(out)
@@ -56,14 +56,16 @@ def check(snapshot: Snapshot, served: ServedTable, holding: HeldAs, status: Arra
     served.kind.serve(values, expected)
     assert out.tobytes() == expected.tobytes()
     if status is not None:
-        held = np.empty((len(ids), served.kind.width), served.held.rows.dtype)
-        assert served.gather_held(ids, held).tolist() == status[ids].tolist()
+        held = np.empty((len(ids), served.kind.width), served.base.rows.dtype)
+        assert served.gather_stored(ids, held).tolist() == status[ids].tolist()
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), holding=st.sampled_from(HOLDINGS), window_bytes=st.sampled_from([50, 1 << 20]))
-def test_a_table_is_loaded_as_it_is_with_every_status(kind: str, seed: int, holding: HeldAs, window_bytes: int) -> None:
+def test_a_table_is_loaded_as_it_is_with_every_status(
+    kind: str, seed: int, holding: ServeAs, window_bytes: int
+) -> None:
     rng = np.random.default_rng(seed)
     store = new_store()
     status = np.zeros(ROWS, np.uint8)
@@ -99,7 +101,7 @@ def test_hash_shards_are_the_table_together() -> None:
     with store.writer() as writer, writer.begin(1, "baseline") as txn:
         txn.write_table("t", values, options=TableOptions.exact())
 
-    shards = [load(store.snapshot(), HeldAs(shard=HashShard(index, 4))) for index in range(4)]
+    shards = [load(store.snapshot(), ServeAs(shard=HashShard(index, 4))) for index in range(4)]
 
     ids = [shard.row_ids() for shard in shards]
     assert np.array_equal(np.sort(np.concatenate(ids)), np.arange(300))
@@ -111,9 +113,9 @@ def test_hash_shards_are_the_table_together() -> None:
 
 
 @pytest.mark.parametrize(
-    "holding", [HeldAs(holds="codes"), HeldAs("bfloat16"), HeldAs("float16", shard=HashShard(0, 2))]
+    "holding", [ServeAs(holds="codes"), ServeAs("bfloat16"), ServeAs("float16", shard=HashShard(0, 2))]
 )
-def test_codes_beyond_int16_are_held_in_int32(holding: HeldAs) -> None:
+def test_codes_beyond_int16_are_held_in_int32(holding: ServeAs) -> None:
     store = new_store()
     values = np.full((20, DIM), 3, np.float32)
     values[7] = 50_000
@@ -123,7 +125,7 @@ def test_codes_beyond_int16_are_held_in_int32(holding: HeldAs) -> None:
     served = load(store.snapshot(), holding)
 
     is_in = 7 in rows_in_shard(holding.shard, np.arange(20))
-    assert served.held.rows.dtype == np.int32 or not is_in
+    assert served.base.rows.dtype == np.int32 or not is_in
     check(store.snapshot(), served, holding)
 
 
@@ -141,15 +143,15 @@ def test_a_hashed_table_has_each_key_once_as_its_newest_segment_has_it() -> None
             txn.delete_rows("h", np.array([9]))
 
     for holding in (
-        HeldAs(),
-        HeldAs(holds="codes"),
-        HeldAs("bfloat16", shard=HashShard(1, 2)),
-        HeldAs(shard=RowRange(-9, 9)),
+        ServeAs(),
+        ServeAs(holds="codes"),
+        ServeAs("bfloat16", shard=HashShard(1, 2)),
+        ServeAs(shard=RowRange(-9, 9)),
     ):
         served = load(store.snapshot(), holding, "h")
         keys = rows_in_shard(holding.shard, np.array([-(2**63), -4, 7, 8, 2**63 - 1]))
         assert served.row_ids().tolist() == keys.tolist()
-        assert served.held.num_rows == len(keys)
+        assert served.base.num_rows == len(keys)
         check(store.snapshot(), served, holding)
 
 
@@ -159,9 +161,9 @@ def test_int8_rows_of_a_set_only_table_are_fused_and_must_be_finite() -> None:
     with store.writer() as writer:
         with writer.begin(1, "baseline") as txn:
             txn.write_table("t", values, options=TableOptions(encoding="raw", nonfinite="escape"))
-        consumer = Consumer(HeldAs("int8"), np.random.default_rng(0))
+        consumer = Consumer(ServeAs("int8"), np.random.default_rng(0))
         consumer.go(store, [store.head()])
-        assert consumer.tables["t"].held.rows.shape == (10, 12)
+        assert consumer.tables["t"].base.rows.shape == (10, 12)
         with writer.begin(2) as txn:
             txn.write_rows("t", np.array([2, 5]), values[[5, 2]] * 3)
         consumer.go(store, [store.head()])
@@ -173,7 +175,7 @@ def test_int8_rows_of_a_set_only_table_are_fused_and_must_be_finite() -> None:
         consumer.go(store, [store.head()])
     assert consumer.frozen() == before
     with pytest.raises(NonFiniteValues, match="row 4 of table 't'"):
-        load(store.snapshot(), HeldAs("int8"))
+        load(store.snapshot(), ServeAs("int8"))
 
 
 @pytest.mark.parametrize("holds", ["values", "codes"])
@@ -208,10 +210,12 @@ def test_an_empty_table_is_a_table() -> None:
             assert len(load(store.snapshot(), holding, table).row_ids()) == 0
 
 
-@pytest.mark.parametrize("holding", [HeldAs(), HeldAs(holds="codes"), HeldAs("bfloat16"), HeldAs("float16", "codes")])
+@pytest.mark.parametrize(
+    "holding", [ServeAs(), ServeAs(holds="codes"), ServeAs("bfloat16"), ServeAs("float16", "codes")]
+)
 @pytest.mark.parametrize("deltas", [0, 2])
 def test_a_load_takes_one_copy_and_what_is_in_flight(
-    holding: HeldAs, deltas: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    holding: ServeAs, deltas: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cnr_store.format.arrays.CHUNK_BYTES", 1 << 18)
     rows, dim = 60_000, 32
@@ -234,9 +238,9 @@ def test_a_load_takes_one_copy_and_what_is_in_flight(
     kept, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 
-    assert kept < served.held.nbytes + 500_000
+    assert kept < served.base.nbytes + 500_000
     # Chunks in flight on the one thread; the statuses of a replay.
-    assert peak - served.held.nbytes < 1_500_000
+    assert peak - served.base.nbytes < 1_500_000
     check(snapshot, served, holding)
     store.close()
 
@@ -247,7 +251,7 @@ def test_slots_that_count_in_the_digest_leave_it_unchecked() -> None:
     with store.writer() as writer, writer.begin(1, "baseline") as txn:
         slots = {"m": np.ones(20, np.float32)}
         txn.write_table("t", np.ones((20, DIM), np.float32), slots=slots, options=TableOptions.exact())
-    check(store.snapshot(), load(store.snapshot(), HeldAs()), HeldAs())
+    check(store.snapshot(), load(store.snapshot(), ServeAs()), ServeAs())
 
 
 def test_schemas_are_those_of_the_last_segment() -> None:
@@ -257,9 +261,9 @@ def test_schemas_are_those_of_the_last_segment() -> None:
             txn.write_table("t", np.ones((20, DIM), np.float32), options=TableOptions(scale=0.5, fill=7.0))
         with writer.begin(2) as txn:
             txn.resize_table("t", 30)
-    served = load(store.snapshot(), HeldAs("bfloat16", "codes"))
+    served = load(store.snapshot(), ServeAs("bfloat16", "codes"))
     schema: TableSchema = store.snapshot().tables["t"]
 
     assert served.schema == schema
     assert schema.num_rows == 30
-    check(store.snapshot(), served, HeldAs("bfloat16", "codes"), np.r_[np.zeros(20), np.ones(10)].astype(np.uint8))
+    check(store.snapshot(), served, ServeAs("bfloat16", "codes"), np.r_[np.zeros(20), np.ones(10)].astype(np.uint8))

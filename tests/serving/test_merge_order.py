@@ -45,7 +45,7 @@ class World:
         newest = self.publisher.newest_view()[0]
         changes: dict[int, int | None] = dict.fromkeys(range(40), version)
         self.publisher.publish(
-            version, version, {name: overlay_of(changes, newest.tables[name].held, self.memory) for name in TABLES}
+            version, version, {name: overlay_of(changes, newest.tables[name].base, self.memory) for name in TABLES}
         )
 
     def take_views(self) -> None:

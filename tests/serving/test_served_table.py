@@ -13,7 +13,7 @@ from cnr_store.format.records import TableSchema
 from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, EscapeRows
 from cnr_store.serving.rows import gather
 from cnr_store.serving.rows.lookup_arguments import checked_ids, checked_out
-from cnr_store.serving.rows.served_table import HeldTable, Overlay, ServedTable, row_kind
+from cnr_store.serving.rows.served_table import BaseTable, Overlay, ServedTable, row_kind
 from cnr_store.serving.rows.shards import HashShard, is_in_shard
 from cnr_store.types import Affine, FloatBits, Lattice, Raw, RowRange
 from tests.support.served_rows import (
@@ -27,6 +27,7 @@ from tests.support.served_rows import (
     overlay_of,
     schema_of,
 )
+from tests.support.serving_reference import gather_reference
 
 SHARDS = [None, RowRange(7, 31), HashShard(1, 3)]
 
@@ -126,7 +127,7 @@ def test_held_rows_and_their_status_are_what_a_delta_is_put_on(shard: Any) -> No
     del model[int(ids[1])]
     out = np.empty((len(ids), DIM), np.int16)
 
-    status = table.gather_held(ids, out)
+    status = table.gather_stored(ids, out)
 
     assert status.tolist() == [CODED if row in model else ABSENT for row in ids.tolist()]
     there = status == CODED
@@ -136,7 +137,7 @@ def test_held_rows_and_their_status_are_what_a_delta_is_put_on(shard: Any) -> No
 
 def test_wide_codes_are_read_like_narrow_ones() -> None:
     schema, kind = schema_of(4), row_kind(schema_of(4), holds="codes")
-    held = HeldTable.allocate("t", schema, kind, dtype=np.int32)
+    held = BaseTable.allocate("t", schema, kind, dtype=np.int32)
     held.rows[:] = np.array([[70_000], [-70_000], [5], [0]])
     out = np.empty((4, DIM), np.float32)
 
@@ -160,7 +161,13 @@ def test_escape_rows_are_exact_and_say_what_they_are(served: Any) -> None:
 
     model = {row: row for row in range(10)}
     np.testing.assert_array_equal(out, expected_rows(held.kind, wanted, model, escapes))
-    assert table.gather_held(wanted, np.empty((5, DIM), np.int16)).tolist() == [CODED, ESCAPED, ESCAPED, ESCAPED, CODED]
+    assert table.gather_stored(wanted, np.empty((5, DIM), np.int16)).tolist() == [
+        CODED,
+        ESCAPED,
+        ESCAPED,
+        ESCAPED,
+        CODED,
+    ]
 
 
 def test_a_row_that_is_not_finite_has_no_int8_form() -> None:
@@ -175,7 +182,7 @@ def test_exact_floats_come_back_bit_for_bit() -> None:
     schema = schema_of(64, encoding=FloatBits(mantissa_bits=23))
     values = np.random.default_rng(0).standard_normal((64, DIM)).astype(np.float32)
     values[3, 1], values[9, 0] = -0.0, np.inf
-    held = HeldTable.allocate("t", schema, row_kind(schema, holds="codes"))
+    held = BaseTable.allocate("t", schema, row_kind(schema, holds="codes"))
     held.rows[:] = float_bits.encode(values, 23)
     out = np.empty_like(values)
 
@@ -187,7 +194,7 @@ def test_exact_floats_come_back_bit_for_bit() -> None:
 def test_a_sixteen_bit_lattice_table_is_rounded_as_its_snapshot_is() -> None:
     schema = schema_of(8, dtype="bfloat16", encoding=Lattice(scale=0.001))
     codes = np.random.default_rng(0).integers(-30_000, 30_000, (8, DIM)).astype(np.int16)
-    held = HeldTable.allocate("t", schema, row_kind(schema, "float32"))
+    held = BaseTable.allocate("t", schema, row_kind(schema, "float32"))
     held.rows[:] = codes
     out = np.empty((8, DIM), np.float32)
 
@@ -221,7 +228,7 @@ def test_rows_that_are_not_held_here_are_refused(shard: Any, row: int, says: str
     with pytest.raises(BadRowIds, match=says):
         table.read(np.array([ids[0], row]), out)
     with pytest.raises(BadRowIds, match=says):
-        table.gather_held(np.array([ids[0], row]), out)
+        table.gather_stored(np.array([ids[0], row]), out)
 
 
 def test_any_key_of_a_hashed_table_may_be_asked_for() -> None:
@@ -266,7 +273,7 @@ def test_gathering_equals_its_reference(width: int, dtype: Any) -> None:
 
     nowhere = gather.gather(held_words, overlay_words, fill_words[0], places, gather.as_words(out))
 
-    assert nowhere == gather.gather_reference(held, overlay, fill, places, expected)
+    assert nowhere == gather_reference(held, overlay, fill, places, expected)
     np.testing.assert_array_equal(out, expected)
 
 

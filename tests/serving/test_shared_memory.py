@@ -44,7 +44,7 @@ def served(memory: SharedMemory, number: int = 1) -> Publisher:
 
 
 def publish(publisher: Publisher, memory: SharedMemory, number: int) -> None:
-    held = publisher.newest_view()[0].tables["t"].held
+    held = publisher.newest_view()[0].tables["t"].base
     changes: dict[int, int | None] = dict.fromkeys(range(40), number)
     publisher.publish(number, number, {"t": overlay_of(changes, held, memory)}, dense={"w": np.array([number])})
 
@@ -95,7 +95,7 @@ def test_a_detached_reader_says_so_and_keeps_its_batches(memory: SharedMemory) -
 def test_rows_cannot_be_written_by_readers(memory: SharedMemory) -> None:
     served(memory)
     with AttachedTables(memory.folder) as tables:
-        held = tables.newest_view()[0].tables["t"].held
+        held = tables.newest_view()[0].tables["t"].base
         with pytest.raises(ValueError, match="read-only"):
             held.rows[0, 0] = 3
 
@@ -188,7 +188,7 @@ def test_readers_go_over_to_the_next_owner(tmp_path: Path) -> None:
     served(first, 5)
     time = [0.0]
     tables = AttachedTables(tmp_path, clock=lambda: time[0])
-    first._let_go()  # as if it had died: its files stay
+    first._release_lock()  # as if it had died: its files stay
 
     second = SharedMemory(tmp_path)
     assert seen(tables) == 5
@@ -206,10 +206,10 @@ def test_readers_go_over_to_the_next_owner(tmp_path: Path) -> None:
 def test_an_owner_that_died_while_it_loaded_leaves_nothing_behind(tmp_path: Path) -> None:
     first = SharedMemory(tmp_path)
     served(first, 5)
-    first._let_go()
+    first._release_lock()
     loading = SharedMemory(tmp_path)
     loading.allocate("rows", (1000, 8), np.float32)
-    loading._let_go()
+    loading._release_lock()
 
     third = SharedMemory(tmp_path)
 
@@ -388,7 +388,7 @@ def test_names_of_array_files_lead_nowhere_else(name: str) -> None:
 
 def test_a_file_that_was_cut_is_refused_and_not_mapped(memory: SharedMemory) -> None:
     publisher = served(memory)
-    rows = publisher.newest_view()[0].tables["t"].held.rows
+    rows = publisher.newest_view()[0].tables["t"].base.rows
     path = memory.path / memory.ref_of(rows).file
     copy = path.read_bytes()
     path.unlink()  # the owner's own mapping must stay whole

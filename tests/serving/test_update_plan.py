@@ -189,5 +189,5 @@ def test_every_path_of_deltas_and_compactions_is_its_steps_one_after_another() -
     for start in range(len(entries)):
         for stop in range(start + 1, len(entries) + 1):
             steps = [plan_update(a, b) for a, b in pairwise(entries[start:stop])]
-            deltas = tuple(one for step in steps if isinstance(step, Apply) for one in step.segments)
+            deltas = tuple(one for step in steps if isinstance(step, Apply) for one in step.new)
             assert plan_path(entries[start:stop]) == (Apply(deltas) if deltas else Same())

@@ -11,8 +11,8 @@ import pytest
 from cnr_store import Store, TableOptions
 from cnr_store.errors import NonFiniteValues
 from cnr_store.format.commit_record import LogEntry
-from cnr_store.serving.rows.served_table import HeldTable
-from cnr_store.serving.update.update_tables import HeldAs
+from cnr_store.serving.rows.served_table import BaseTable
+from cnr_store.serving.update.update_tables import ServeAs
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import RowRange
 from tests.support.consumers import Consumer, TrackedMemory
@@ -27,7 +27,7 @@ def store() -> Iterator[Store]:
         yield made
 
 
-def consumer_of(holding: HeldAs) -> Consumer:
+def consumer_of(holding: ServeAs) -> Consumer:
     """One whose every move is checked to leave no memory behind but that of what it hands over."""
     return Consumer(holding, np.random.default_rng(0), TrackedMemory())
 
@@ -41,7 +41,7 @@ def path_from(store: Store, entry: LogEntry) -> list[LogEntry]:
 
 
 def test_a_copy_that_grows_on_the_way_leaves_nothing_behind(store: Store) -> None:
-    consumer = consumer_of(HeldAs(holds="codes"))
+    consumer = consumer_of(ServeAs(holds="codes"))
     with store.writer() as writer:
         with writer.begin(0) as txn:
             txn.create_table("h", dim=2, options=OPTIONS)
@@ -51,12 +51,12 @@ def test_a_copy_that_grows_on_the_way_leaves_nothing_behind(store: Store) -> Non
             with writer.begin(step) as txn:
                 txn.write_rows("h", np.arange(count), np.full((count, 2), 90_000 / step, np.float32))
     updates = consumer.go(store, path_from(store, consumer.entry or store.head()))
-    assert isinstance(updates.changes["h"], HeldTable)
+    assert isinstance(updates.changes["h"], BaseTable)
     assert updates.changes["h"].rows.dtype == np.int32
 
 
 def test_a_finer_unit_that_int16_cannot_hold_leaves_one_copy(store: Store) -> None:
-    consumer = consumer_of(HeldAs(holds="codes"))
+    consumer = consumer_of(ServeAs(holds="codes"))
     with store.writer() as writer, writer.begin(0) as txn:
         txn.write_table("t", np.full((40, 2), 10_000, np.float32), options=OPTIONS)
     consumer.go(store, [store.head()])
@@ -66,13 +66,13 @@ def test_a_finer_unit_that_int16_cannot_hold_leaves_one_copy(store: Store) -> No
             txn.refine_scale("t", 2)
             txn.write_rows("t", np.array([3]), np.ones((1, 2), np.float32))
     updates = consumer.go(store, path_from(store, consumer.entry or store.head()))
-    assert isinstance(updates.changes["t"], HeldTable)
+    assert isinstance(updates.changes["t"], BaseTable)
     assert updates.changes["t"].rows.dtype == np.int32
 
 
 @pytest.mark.parametrize("holds", ["auto", "codes"])
 def test_a_row_without_an_int8_form_fails_the_move_and_no_lookup(store: Store, holds: Any) -> None:
-    consumer = consumer_of(HeldAs("int8", holds))
+    consumer = consumer_of(ServeAs("int8", holds))
     with store.writer() as writer:
         with writer.begin(0) as txn:
             txn.write_table("t", np.ones((40, 2), np.float32), options=OPTIONS)
@@ -90,7 +90,7 @@ def test_a_row_without_an_int8_form_fails_the_move_and_no_lookup(store: Store, h
 
 
 def test_a_table_that_is_no_longer_hashed_is_held_by_position(store: Store) -> None:
-    consumer = consumer_of(HeldAs())
+    consumer = consumer_of(ServeAs())
     with store.writer() as writer:
         with writer.begin(0) as txn:
             txn.create_table("t", dim=2, options=OPTIONS)
@@ -101,12 +101,12 @@ def test_a_table_that_is_no_longer_hashed_is_held_by_position(store: Store) -> N
         with writer.begin(2, "baseline") as txn:
             txn.write_table("t", np.ones((10, 2), np.float32), options=OPTIONS)
     consumer.go(store, [store.head()])
-    assert not consumer.tables["t"].held.is_keyed
+    assert not consumer.tables["t"].base.is_keyed
 
 
 def test_a_shard_that_a_longer_table_gives_no_rows_is_not_copied(store: Store) -> None:
     ranges = [RowRange(3, 8), RowRange(3, 40)]
-    consumers = [consumer_of(HeldAs(shard=shard)) for shard in ranges]
+    consumers = [consumer_of(ServeAs(shard=shard)) for shard in ranges]
     with store.writer() as writer:
         for step, num_rows in enumerate((10, 20, 9, 30)):
             with writer.begin(step) as txn:
@@ -116,5 +116,5 @@ def test_a_shard_that_a_longer_table_gives_no_rows_is_not_copied(store: Store) -
                     txn.resize_table("t", num_rows)
                     txn.write_rows("t", np.array([4]), np.full((1, 2), step, np.float32))
             changes = [one.go(store, [store.head()]).changes["t"] for one in consumers]
-            assert isinstance(changes[0], HeldTable) == (step == 0)
-            assert isinstance(changes[1], HeldTable)
+            assert isinstance(changes[0], BaseTable) == (step == 0)
+            assert isinstance(changes[1], BaseTable)

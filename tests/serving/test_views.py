@@ -15,8 +15,8 @@ from cnr_store.errors import BadRowIds, StorageFailure, TableNotFound, VersionNo
 from cnr_store.segment.codes import ESCAPED, EscapeRows
 from cnr_store.serving.rows import board as boards
 from cnr_store.serving.rows import key_index
-from cnr_store.serving.rows.board import LONGEST_HOLD_S, Board
-from cnr_store.serving.rows.served_table import HeldTable, row_kind
+from cnr_store.serving.rows.board import LONGEST_DEFERRAL_S, Board
+from cnr_store.serving.rows.served_table import BaseTable, row_kind
 from cnr_store.serving.rows.shards import HashShard, is_in_shard
 from cnr_store.serving.rows.views import Lookups, Publisher, View, lookup_in
 from tests.support.served_rows import DIM, FILL, SCALE, expected_rows, held_table, overlay_of, schema_of
@@ -34,7 +34,7 @@ def publisher_of(model: dict[int, int] | None = None, **options: Any) -> Publish
 
 
 def change(publisher: Publisher, version: int, changes: dict[int, int | None], **more: Any) -> View:
-    held = publisher.newest_view()[0].tables["t"].held
+    held = publisher.newest_view()[0].tables["t"].base
     return publisher.publish(version, 10 * version, {"t": overlay_of(changes, held)}, **more)
 
 
@@ -141,7 +141,7 @@ def test_tables_come_and_go_and_are_held_anew() -> None:
 def test_a_version_without_changed_rows_moves_schema_and_version() -> None:
     publisher = publisher_of()
     change(publisher, 2, {1: 7})
-    held = publisher.newest_view()[0].tables["t"].held
+    held = publisher.newest_view()[0].tables["t"].base
     empty = overlay_of({}, held)
 
     view = publisher.publish(3, 30, {"t": empty})
@@ -293,15 +293,15 @@ def test_merging_waits_for_readers_but_not_for_ever() -> None:
 
     def ask_again(seconds: float) -> None:
         time.sleep(seconds)
-        publisher.board.hold(3600)
+        publisher.board.defer_merges(3600)
 
     publisher._sleep = ask_again
-    publisher.board.hold(3600)
+    publisher.board.defer_merges(3600)
 
     assert not publisher.merge(wait=False)
     assert publisher.merge()
 
-    assert 0 < sum(time.slept) < LONGEST_HOLD_S + 0.01
+    assert 0 < sum(time.slept) < LONGEST_DEFERRAL_S + 0.01
 
 
 def test_a_view_is_not_merged_before_its_time() -> None:
@@ -348,7 +348,7 @@ def test_kernels_that_meet_other_threads_are_compiled_with_fences(
 
 def test_staged_versions_are_seen_when_they_are_revealed_all_at_once() -> None:
     publisher = publisher_of()
-    held = publisher.newest_view()[0].tables["t"].held
+    held = publisher.newest_view()[0].tables["t"].base
     publisher.stage(2, 20, {"t": overlay_of({1: 7, 2: 5}, held)}, dense={"w": np.array([2.0])})
     publisher.stage(3, 30, {"t": overlay_of({2: None, 5: 6}, held)})
 
@@ -370,7 +370,7 @@ def test_staged_versions_are_seen_when_they_are_revealed_all_at_once() -> None:
 
 def test_a_refused_version_leaves_what_was_staged_before_it() -> None:
     publisher = publisher_of()
-    held = publisher.newest_view()[0].tables["t"].held
+    held = publisher.newest_view()[0].tables["t"].base
     publisher.stage(2, 20, {"t": overlay_of({1: 7}, held)})
     publisher.stage(3, 30, {"t": overlay_of({1: 99, 3: 9}, held)})
 
@@ -384,7 +384,7 @@ def test_a_refused_version_leaves_what_was_staged_before_it() -> None:
 
 def test_all_that_is_staged_can_be_discarded() -> None:
     publisher = publisher_of()
-    held = publisher.newest_view()[0].tables["t"].held
+    held = publisher.newest_view()[0].tables["t"].base
     for version in (2, 3, 4):
         publisher.stage(version, version, {"t": overlay_of({version: 99}, held)})
 
@@ -398,7 +398,7 @@ def test_all_that_is_staged_can_be_discarded() -> None:
 def test_nothing_is_merged_while_a_version_is_staged() -> None:
     publisher = publisher_of()
     change(publisher, 2, {1: 7})
-    held = publisher.newest_view()[0].tables["t"].held
+    held = publisher.newest_view()[0].tables["t"].base
     publisher.stage(3, 30, {"t": overlay_of({1: 8}, held)})
     epoch = publisher.newest_view()[0].epoch
 
@@ -461,7 +461,7 @@ def test_rows_of_keys_that_left_are_used_again() -> None:
         change(publisher, version, {version * 100 + key: None for key in range(50)})
         publisher.merge()
 
-    held = publisher.newest_view()[0].tables["t"].held
+    held = publisher.newest_view()[0].tables["t"].base
 
     # 200 keys, and 50 that come and go, whatever number of versions there was.
     assert held.num_rows == 250
@@ -518,12 +518,12 @@ def test_what_was_merged_is_freed() -> None:
 
 def test_merging_keeps_the_held_rows_in_place() -> None:
     publisher = publisher_of()
-    rows = publisher.newest_view()[0].tables["t"].held.rows
+    rows = publisher.newest_view()[0].tables["t"].base.rows
 
     change(publisher, 2, {1: 7})
     publisher.merge()
 
-    assert publisher.newest_view()[0].tables["t"].held.rows is rows
+    assert publisher.newest_view()[0].tables["t"].base.rows is rows
 
 
 def test_a_merge_that_gets_no_memory_leaves_the_view_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -531,7 +531,7 @@ def test_a_merge_that_gets_no_memory_leaves_the_view_as_it_is(monkeypatch: pytes
     change(publisher, 2, {1: 7})
     before = publisher.newest_view()
 
-    def full(*_: Any) -> HeldTable:
+    def full(*_: Any) -> BaseTable:
         raise StorageFailure("there is no memory left")
 
     monkeypatch.setattr("cnr_store.serving.rows.views.merge_target", full)

@@ -83,7 +83,7 @@ class ServedTables(RuleBasedStateMachine):
         overlays, models = {}, list(self.newest())
         for at in changed:
             changes = data.draw(_changes(LOADS[at]))
-            overlays[f"t{at}"] = overlay_of(changes, newest.tables[f"t{at}"].held, self.memory)
+            overlays[f"t{at}"] = overlay_of(changes, newest.tables[f"t{at}"].base, self.memory)
             models[at] = {row: number for row, number in (models[at] | changes).items() if number is not None}
         self.version += 1
         self.publisher.stage(self.version, 0, overlays, dense={"version": np.array([self.version])})
@@ -208,7 +208,7 @@ def staged_views(publisher: Publisher) -> list[View | None]:
 def arrays_of(view: View) -> list[Any]:
     arrays: list[Any] = list(view.dense.values())
     for table in view.tables.values():
-        held, overlay = table.held, table.overlay
+        held, overlay = table.base, table.overlay
         arrays += [array for array in (held.rows, held.status) if array is not None]
         arrays += [] if held.index is None else [held.index.slots]
         arrays += [] if overlay is None else [overlay.rows]
@@ -244,7 +244,7 @@ def check(batch: Any, view: View, version: int, models: Models) -> None:
         name, ids = f"t{at}", np.array(row_choices(load))
         kind = view.tables[name].kind
         np.testing.assert_array_equal(batch.rows[name], expected_rows(kind, ids, model))
-        if view.tables[name].held.is_keyed:
+        if view.tables[name].base.is_keyed:
             missing = batch.missing[name]
             gone = [False] * len(ids) if missing is None else missing.tolist()
             assert gone == [row not in model for row in ids.tolist()]

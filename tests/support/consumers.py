@@ -17,28 +17,28 @@ from cnr_store.segment.codes import EscapeRows
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
 from cnr_store.serving.rows.merging import merge_into, merge_target
-from cnr_store.serving.rows.served_table import HeldTable, Overlay, ServedTable
+from cnr_store.serving.rows.served_table import BaseTable, Overlay, ServedTable
 from cnr_store.serving.rows.shards import HashShard, is_in_shard, rows_in_shard
 from cnr_store.serving.update.update_plan import Compare, UpdatePlan, plan_path, plan_update
-from cnr_store.serving.update.update_tables import HeldAs, TableUpdates, update_tables
+from cnr_store.serving.update.update_tables import ServeAs, TableUpdates, update_tables
 from cnr_store.types import FloatBits, Lattice, RowRange
 
 Array = np.ndarray[Any, Any]
 
 HOLDINGS = (
-    HeldAs(),
-    HeldAs(holds="codes"),
-    HeldAs("float32"),
-    HeldAs("float16"),
-    HeldAs("bfloat16", shard=RowRange(3, 11)),
-    HeldAs(shard=HashShard(1, 3)),
-    HeldAs("float32", "codes", HashShard(0, 2)),
-    HeldAs("bfloat16", "codes", RowRange(2, 7)),
-    HeldAs(shard=RowRange(-4, 5)),
+    ServeAs(),
+    ServeAs(holds="codes"),
+    ServeAs("float32"),
+    ServeAs("float16"),
+    ServeAs("bfloat16", shard=RowRange(3, 11)),
+    ServeAs(shard=HashShard(1, 3)),
+    ServeAs("float32", "codes", HashShard(0, 2)),
+    ServeAs("bfloat16", "codes", RowRange(2, 7)),
+    ServeAs(shard=RowRange(-4, 5)),
 )
 
 
-class TrackedMemory:
+class TrackedMemory(Memory):
     """Memory whose blocks are told apart, and kept until they are released."""
 
     def __init__(self) -> None:
@@ -105,19 +105,19 @@ class TrackedMemory:
 class Consumer:
     """Tables held as ``holding`` says, where it can be; ``merges`` draws whether overlays go into the held rows."""
 
-    holding: HeldAs
+    holding: ServeAs
     random: np.random.Generator
     memory: Memory = ANONYMOUS
     tables: dict[str, ServedTable] = field(default_factory=dict)
-    stated: dict[str, int | None] = field(default_factory=dict)
+    recorded: dict[str, int | None] = field(default_factory=dict)
     entry: LogEntry | None = None
     known: dict[str, SegmentReader] = field(default_factory=dict)
     plans: list[str] = field(default_factory=list)
 
-    def hold(self, _name: str, schema: TableSchema) -> HeldAs:
+    def hold(self, _name: str, schema: TableSchema) -> ServeAs:
         has_codes = isinstance(schema.encoding, Lattice | FloatBits)
         holds = self.holding.holds if has_codes else "auto"
-        return HeldAs(self.holding.served, holds, self.holding.shard)
+        return ServeAs(self.holding.served, holds, self.holding.shard)
 
     def plan(self, path: Sequence[LogEntry]) -> UpdatePlan:
         """By way of ``path``, whose last entry is the target; or by the two ends alone."""
@@ -131,7 +131,7 @@ class Consumer:
         snapshot = Snapshot(store.storage, target, store.internals.workers, known=self.known, opens=False)
         move = self.plan(path)
         known = set(self.memory.live) if isinstance(self.memory, TrackedMemory) else set()
-        updates = update_tables(snapshot, move, self.tables, self.hold, self.stated, memory=self.memory)
+        updates = update_tables(snapshot, move, self.tables, self.hold, self.recorded, memory=self.memory)
         if isinstance(self.memory, TrackedMemory):
             assert set(self.memory.live) - known == self.memory.blocks_of(
                 array for change in updates.changes.values() for array in arrays_of(change)
@@ -139,9 +139,9 @@ class Consumer:
         self.take(updates)
         if isinstance(self.memory, TrackedMemory):
             tables = self.tables.values()
-            held = [array for table in tables for one in (table.held, table.overlay) for array in arrays_of(one)]
+            held = [array for table in tables for one in (table.base, table.overlay) for array in arrays_of(one)]
             self.memory.keep_only(self.memory.blocks_of(held))
-        self.stated, self.entry, self.known = updates.stated, target, snapshot.known_readers
+        self.recorded, self.entry, self.known = updates.recorded, target, snapshot.known_readers
         self.plans.append(type(move).__name__)
         self.check(snapshot)
         return updates
@@ -151,7 +151,7 @@ class Consumer:
         for name, change in updates.changes.items():
             if change is None:
                 del self.tables[name]
-            elif isinstance(change, HeldTable):
+            elif isinstance(change, BaseTable):
                 self.tables[name] = ServedTable(change, None, updates.escapes.get(name, EscapeRows()))
             else:
                 self.tables[name] = self.with_overlay(
@@ -162,10 +162,10 @@ class Consumer:
         if table.overlay is not None:
             change = Overlay.merged(table.name, table.overlay, change, self.memory)
         if self.random.random() < 0.3:
-            return ServedTable(table.held, change, escapes)
-        target = merge_target(table.held, change, self.memory)
+            return ServedTable(table.base, change, escapes)
+        target = merge_target(table.base, change, self.memory)
         merge_into(target, change)
-        return ServedTable(target.held, None, escapes)
+        return ServedTable(target.base, None, escapes)
 
     def check(self, snapshot: Snapshot) -> None:
         """Every row of the shard is the snapshot's, to the bit."""
@@ -195,7 +195,7 @@ class Consumer:
         return found
 
 
-def arrays_of(part: HeldTable | Overlay | None) -> list[Array]:
+def arrays_of(part: BaseTable | Overlay | None) -> list[Array]:
     """The arrays of a table that come from its memory."""
     if part is None:
         return []
@@ -205,7 +205,7 @@ def arrays_of(part: HeldTable | Overlay | None) -> list[Array]:
     return [array for array in found if array is not None]
 
 
-def expected_rows(snapshot: Snapshot, name: str, holding: HeldAs) -> tuple[Array, Array]:
+def expected_rows(snapshot: Snapshot, name: str, holding: ServeAs) -> tuple[Array, Array]:
     """Ids and floats of the rows of a table that a consumer holds."""
     view = snapshot.table(name)
     if view.schema.keys == "hashed":

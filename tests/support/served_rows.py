@@ -14,7 +14,7 @@ from cnr_store.encodings import widths
 from cnr_store.format.records import TableSchema
 from cnr_store.segment.codes import ABSENT, EscapeRows
 from cnr_store.serving.rows.memory import ANONYMOUS, Array, Memory
-from cnr_store.serving.rows.served_table import HeldTable, Overlay, RowKind, Served, row_kind
+from cnr_store.serving.rows.served_table import BaseTable, Overlay, RowKind, Served, row_kind
 from cnr_store.serving.rows.shards import Shard, dense_range
 from cnr_store.types import Lattice, RowIds
 
@@ -54,12 +54,12 @@ def held_table(
     holds: Literal["auto", "values", "codes"] = "auto",
     shard: Shard | None = None,
     memory: Memory = ANONYMOUS,
-) -> HeldTable:
+) -> BaseTable:
     """A table loaded from a model."""
     kind = row_kind(schema, served, holds)
     ids = np.array(sorted(model), np.int64)
     rows = held_rows(kind, np.array([model[row] for row in ids.tolist()], np.int64))
-    held = HeldTable.allocate(name, schema, kind, shard=shard, num_keys=len(ids), memory=memory)
+    held = BaseTable.allocate(name, schema, kind, shard=shard, num_keys=len(ids), memory=memory)
     if held.index is not None:
         held.rows[: len(ids)] = rows
         assert held.index.insert_many(ids, np.arange(len(ids))) < 0
@@ -73,7 +73,7 @@ def held_table(
     return held
 
 
-def overlay_of(changes: Mapping[int, int | None], held: HeldTable, memory: Memory = ANONYMOUS) -> Overlay:
+def overlay_of(changes: Mapping[int, int | None], held: BaseTable, memory: Memory = ANONYMOUS) -> Overlay:
     """The overlay of some rows' new numbers, None for those that go."""
     ids = np.array(list(changes), np.int64)
     numbers = np.array([0 if number is None else number for number in changes.values()], np.int64)

@@ -1,1 +1,1 @@
-"""The rows that a consumer holds, and the views of them that lookups read, in one process or several."""
+"""Rows in memory, and the views of them that lookups read, in one process or several."""

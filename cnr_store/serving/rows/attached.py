@@ -1,7 +1,7 @@
 """Lookups in tables that another process loads: no store, no network, one copy of the rows for all processes.
 
-Nothing is written except, by a reader whose lookups take too long, the wish that the owner waits. An owner that dies
-leaves its last view, which stays whole; readers go on with it until a new owner serves in the same folder.
+A reader writes one thing only: if its lookups take too long, it asks the owner to defer merging. The last view of an
+owner that died stays complete; readers use it until a new owner serves in the folder.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from cnr_store.format.limits import MAX_MANIFEST_BYTES
 from cnr_store.runtime.local_files import failing_at, read_at_most
 from cnr_store.serving.rows.board import BOARD_BYTES, Board
 from cnr_store.serving.rows.memory import Array
-from cnr_store.serving.rows.served_table import HeldTable
+from cnr_store.serving.rows.served_table import BaseTable
 from cnr_store.serving.rows.shared_memory import BOARD_FILE, current_generation, map_file
-from cnr_store.serving.rows.view_file import ArrayRef, HeldRef, check_file_name, check_ref, parse_view, view_of
+from cnr_store.serving.rows.view_file import ArrayRef, BaseRef, check_file_name, check_ref, parse_view, view_of
 from cnr_store.serving.rows.views import LookupBatch, Lookups, View, as_array
 
 if TYPE_CHECKING:
     import torch
 
 RECHECK_S = 1.0
-"""A reader looks so often whether another owner has taken over without being able to say so."""
+"""Seconds between checks for a new owner that took over from a killed one."""
 
 RECHECK_ENDED_S = 0.05
-"""And so often once the owner has ended."""
+"""The same after the owner ended."""
 
 ATTACH_ATTEMPTS = 100
 
@@ -48,7 +48,7 @@ class _Attachment:
     board: Board
     view: View
     files: Mapping[str, npt.NDArray[np.uint8]]
-    held: Mapping[str, tuple[HeldRef, HeldTable]]
+    base: Mapping[str, tuple[BaseRef, BaseTable]]
 
 
 class AttachedTables:
@@ -69,7 +69,7 @@ class AttachedTables:
             No loader serves in the folder (yet).
         NewerFormat
         CorruptObject
-            What the loader says of itself is damaged.
+            The description of the view, or of the owner, is damaged.
         AccessDenied, StorageFailure
         """
         self.folder = Path(folder)
@@ -228,10 +228,10 @@ class AttachedTables:
             check_ref(ref, len(memory), str(folder / ref.file))
             return np.ndarray(ref.shape, ref.dtype, buffer=memory.data, offset=ref.offset)
 
-        view, held = view_of(document, array_of, {} if before is None else before.held)
-        for ref, _ in held.values():
+        view, base = view_of(document, array_of, {} if before is None else before.base)
+        for ref, _ in base.values():
             files |= {name: known[name] for name in ref.files - files.keys()}
-        return _Attachment(generation, board, view, files, held)
+        return _Attachment(generation, board, view, files, base)
 
     def _generation_path(self, generation: int) -> Path:
         path = self.folder / f"g{generation}"

@@ -1,12 +1,12 @@
-"""The few numbers that a publisher of views and its readers share: nothing else is written by both sides.
+"""The few numbers that a publisher of views and its readers share; both sides write nothing else.
 
-A reader takes the newest view, copies rows, and then asks whether the view was still whole: `Board.is_whole`. Nobody
-registers, nobody waits. Three rules make the answer right (``fence`` orders everything before it before everything
-after it, on every CPU):
+A reader copies rows of the newest view, and then checks that the view was still whole: `Board.is_whole`. It neither
+registers nor waits. Three rules make the check right (``fence`` orders all accesses before it before all after it, on
+every CPU):
 
-- `begin_merge` says that views before ``epoch`` are no longer whole, then fences, and only then held rows are written;
-- `is_whole` fences behind the copied rows before it looks, so a reader that copied one such row sees what was said;
-- `announce` fences before the new epoch is seen, so whoever sees it sees all that its view is made of.
+- `begin_merge` marks views before ``epoch`` as not whole, then fences; only then base rows are written;
+- `is_whole` fences after the rows were copied, so a reader that copied a merged row sees the mark;
+- `announce` fences before it writes the new epoch, so a reader of the epoch sees the complete view.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ CELL_WORDS = 8
 CELLS = 8
 BOARD_BYTES = CELLS * CELL_WORDS * 8
 
-LONGEST_HOLD_S = 2.0
-"""How long readers may put a merge off, all of them together."""
+LONGEST_DEFERRAL_S = 2.0
+"""Maximum seconds for which readers, all together, may defer a merge."""
 
 Cells = npt.NDArray[np.int64]
 
-_EPOCH, _WHOLE_FROM, _HOLD_UNTIL_NS, _ENDED = 0, 1, 2, 3
+_EPOCH, _WHOLE_FROM, _DEFERRED_UNTIL_NS, _ENDED = 0, 1, 2, 3
 
 
 @njit(nogil=True)
@@ -60,39 +60,39 @@ class Board:
 
     @property
     def epoch(self) -> int:
-        """The newest view that readers may take; 0 before the first."""
+        """The epoch of the newest view; 0 before the first."""
         return int(_load(self._cells, _EPOCH))
 
     @property
     def has_ended(self) -> bool:
-        """Whether no view will come any more: the publisher closed, or another took over."""
+        """Whether the publisher has closed, or another one has taken over."""
         return bool(_load(self._cells, _ENDED))
 
     def announce(self, epoch: int) -> None:
-        """Let readers take view ``epoch``; all that it is made of was written before."""
+        """Publish view ``epoch``; its arrays were written before."""
         _store(self._cells, _EPOCH, epoch)
 
     def begin_merge(self, epoch: int) -> None:
-        """Say that views before ``epoch`` are not whole any more; from here on held rows may be written."""
+        """Mark views before ``epoch`` as not whole; from here on base rows may be written."""
         _store(self._cells, _WHOLE_FROM, epoch)
 
     def is_whole(self, epoch: int) -> bool:
-        """Return whether all that was read of view ``epoch`` before this call was of that view alone."""
+        """Return whether everything read from view ``epoch`` before this call belongs to that view."""
         return bool(_load(self._cells, _WHOLE_FROM) <= epoch)
 
     def end(self) -> None:
-        """Say that no view will come any more."""
+        """Record that there will be no newer view."""
         _store(self._cells, _ENDED, 1)
 
-    def hold(self, seconds: float) -> None:
-        """Ask that nothing is merged for so long, at most `LONGEST_HOLD_S`; does nothing where it may not write."""
+    def defer_merges(self, seconds: float) -> None:
+        """Ask the publisher not to merge for ``seconds``, at most `LONGEST_DEFERRAL_S`; needs write access."""
         if self._cells.flags.writeable:
-            until = time.monotonic_ns() + int(min(seconds, LONGEST_HOLD_S) * 1e9)
+            until = time.monotonic_ns() + int(min(seconds, LONGEST_DEFERRAL_S) * 1e9)
             # Two readers may overwrite each other here; the one that loses fails once more and asks again.
-            if until > _load(self._cells, _HOLD_UNTIL_NS):
-                _store(self._cells, _HOLD_UNTIL_NS, until)
+            if until > _load(self._cells, _DEFERRED_UNTIL_NS):
+                _store(self._cells, _DEFERRED_UNTIL_NS, until)
 
-    def held_for_s(self) -> float:
-        """Return for how many seconds more readers ask that nothing is merged."""
-        left = (_load(self._cells, _HOLD_UNTIL_NS) - time.monotonic_ns()) / 1e9
-        return float(min(max(left, 0.0), LONGEST_HOLD_S))
+    def deferred_for_s(self) -> float:
+        """Return the seconds for which readers ask the publisher not to merge."""
+        left = (_load(self._cells, _DEFERRED_UNTIL_NS) - time.monotonic_ns()) / 1e9
+        return float(min(max(left, 0.0), LONGEST_DEFERRAL_S))

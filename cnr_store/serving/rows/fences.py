@@ -1,6 +1,6 @@
-"""What the order of memory accesses between threads and processes rests on: fences and prefetches, as numba intrinsics.
+"""Memory fences and prefetches as numba intrinsics; the order of accesses by threads and processes depends on them.
 
-x86 keeps stores in order by itself; servers on ARM do not. Both need the compiler to leave the order alone.
+x86 keeps stores in order without them, ARM does not. On both they keep the compiler from changing the order.
 """
 
 from __future__ import annotations

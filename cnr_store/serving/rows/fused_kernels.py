@@ -9,7 +9,7 @@ Byte for byte what FBGEMM's row-wise quantizers and `torch.ops.quantized.embeddi
 AVX2, except that a row which those would store as something else than finite numbers is refused, not stored: NaN
 becomes 0 there, and a range beyond float32 (4 bit: beyond float16) an infinite scale.
 
-All release the GIL and are serial; `fused_reference` says what they compute. Arrays are C-contiguous, dim >= 1.
+All release the GIL and are serial; `fuse_rows` of the tests is the same in numpy. Arrays are C-contiguous, dim >= 1.
 """
 
 from __future__ import annotations
@@ -35,6 +35,19 @@ _MAGNITUDE = np.uint32(0x7FFFFFFF)
 def fused_row_bytes(dim: int, bits: int) -> int:
     """Return the bytes of one fused row of `dim` values at 8 or 4 `bits`."""
     return dim + BITS_8_EXTRA_BYTES if bits == 8 else (dim + 1) // 2 + BITS_4_EXTRA_BYTES
+
+
+def values_of_rows(rows: npt.NDArray[np.uint8], dim: int, bits: int) -> npt.NDArray[np.float32]:
+    """Return the float32 values (n, dim) of fused rows: ``bias + scale * code``, rounded twice."""
+    if bits == 8:
+        codes = rows[:, :dim]
+        parameters = np.ascontiguousarray(rows[:, dim:]).view("<f4")
+    else:
+        packed = rows[:, : (dim + 1) // 2]
+        codes = np.stack([packed & 15, packed >> 4], axis=2).reshape(len(rows), -1)[:, :dim]
+        parameters = np.ascontiguousarray(rows[:, (dim + 1) // 2 :]).view("<f2").astype(np.float32)
+    scaled = codes.astype(np.float32) * parameters[:, :1]
+    return np.asarray(scaled + parameters[:, 1:], np.float32)
 
 
 @njit(nogil=True)

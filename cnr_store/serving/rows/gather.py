@@ -1,8 +1,8 @@
-"""Copy rows out of held tables and overlays, compiled by numba: serial, without the GIL, nothing allocated per row.
+"""Copies rows out of base tables and overlays, compiled by numba: serial, without the GIL, without allocations per row.
 
-A row's *place* is one int64: a position in the held rows (from 0 on), `ABSENT_PLACE`, or ``-2 - position`` in the
-overlay. Rows are copied as runs of the widest unsigned words that divide them (`as_words`), so one kernel serves every
-dtype. `gather_reference` says in numpy what `gather` does.
+A row's *place* is one int64: a position in the base rows (from 0 on), `ABSENT_PLACE`, or ``-2 - position`` in the
+overlay. Rows are copied in the widest unsigned words that divide them (`as_words`), so one kernel serves every dtype.
+`gather_reference` of the tests is `gather` in numpy.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def places_in_range(start: int, stop: int, ids: RowIds, places: Places) -> int:
 
 @njit(nogil=True)
 def put_overlay_places(positions: Places, status: npt.NDArray[np.uint8], places: Places) -> None:
-    """Send the rows that an overlay has (``positions`` >= 0 in it) there, or nowhere where it says they are absent."""
+    """Set the places of rows of an overlay (``positions`` >= 0 in it), or `ABSENT_PLACE` for absent ones."""
     for i in range(len(positions)):
         at = positions[i]
         if at >= 0:
@@ -75,14 +75,14 @@ def put_overlay_places(positions: Places, status: npt.NDArray[np.uint8], places:
 
 @njit(nogil=True)
 def drop_absent(places: Places, status: npt.NDArray[np.uint8]) -> None:
-    """Send held rows (places >= 0) of which the table says they are absent nowhere."""
+    """Set `ABSENT_PLACE` for base rows (places >= 0) with the status absent."""
     for i in range(len(places)):
         if places[i] >= 0 and status[places[i]] == _ABSENT:
             places[i] = ABSENT_PLACE
 
 
 @njit(nogil=True)
-def gather(held: Array, overlay: Array, fill: Array, places: Places, out: Array) -> int:
+def gather(base: Array, overlay: Array, fill: Array, places: Places, out: Array) -> int:
     """Copy the row of each place, in words, ``fill`` (words,) for those nowhere; return how many those are."""
     n, words = out.shape
     nowhere = 0
@@ -90,13 +90,13 @@ def gather(held: Array, overlay: Array, fill: Array, places: Places, out: Array)
         if i + _AHEAD < n:
             ahead = places[i + _AHEAD]
             if ahead >= 0:
-                prefetch(held, ahead)
+                prefetch(base, ahead)
             elif ahead < -1:
                 prefetch(overlay, -2 - ahead)
         at = places[i]
         if at >= 0:
             for j in range(words):
-                out[i, j] = held[at, j]
+                out[i, j] = base[at, j]
         elif at == ABSENT_PLACE:
             nowhere += 1
             for j in range(words):
@@ -109,14 +109,14 @@ def gather(held: Array, overlay: Array, fill: Array, places: Places, out: Array)
 
 @njit(nogil=True)
 def gather_status(
-    held: npt.NDArray[np.uint8], overlay: npt.NDArray[np.uint8], places: Places, out: npt.NDArray[np.uint8]
+    base: npt.NDArray[np.uint8], overlay: npt.NDArray[np.uint8], places: Places, out: npt.NDArray[np.uint8]
 ) -> int:
-    """Write each place's status, `ABSENT` for nowhere; return how many are not coded. Empty ``held``: all coded."""
+    """Write each place's status, `ABSENT` for nowhere; return how many are not coded. Empty ``base``: all coded."""
     others = 0
     for i in range(len(places)):
         at = places[i]
         if at >= 0:
-            out[i] = held[at] if len(held) > 0 else 0
+            out[i] = base[at] if len(base) > 0 else 0
         elif at == ABSENT_PLACE:
             out[i] = _ABSENT
         else:
@@ -126,28 +126,19 @@ def gather_status(
 
 
 @njit(nogil=True)
-def scatter(held: Array, positions: Places, rows: Array) -> None:
-    """``held[positions[i]] = rows[i]`` in words, where the position is not negative."""
+def scatter(base: Array, positions: Places, rows: Array) -> None:
+    """``base[positions[i]] = rows[i]`` in words, where the position is not negative."""
     n, words = rows.shape
     for i in range(n):
         if i + _AHEAD < n and positions[i + _AHEAD] >= 0:
-            prefetch(held, positions[i + _AHEAD])
+            prefetch(base, positions[i + _AHEAD])
         at = positions[i]
         if at >= 0:
             for j in range(words):
-                held[at, j] = rows[i, j]
+                base[at, j] = rows[i, j]
 
 
 @njit(nogil=True)
 def clear(array: Array) -> None:
     """Write zeros."""
     array[...] = 0
-
-
-def gather_reference(held: Array, overlay: Array, fill: Array, places: Places, out: Array) -> int:
-    """`gather` in numpy, on rows rather than words."""
-    of_held, nowhere, of_overlay = places >= 0, places == ABSENT_PLACE, places < ABSENT_PLACE
-    out[of_held] = held[places[of_held]]
-    out[nowhere] = fill
-    out[of_overlay] = overlay[-2 - places[of_overlay]]
-    return int(nowhere.sum())

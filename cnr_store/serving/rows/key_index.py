@@ -1,7 +1,7 @@
-"""Where the row of a key is: an open-addressing hash table of int64 keys, readable while one writer changes it.
+"""Maps int64 keys to positions: an open-addressing hash table that can be read while one writer changes it.
 
-A slot is two words: the key, and 0 while it was never used, 1 for a key that was removed, else 2 + the position. Keys
-never move and slots are never freed, so a probe that runs beside an insertion finds every key that was there before.
+A slot is two words: the key, and 0 if it was never used, 1 if the key was removed, else 2 + the position. Keys never
+move and slots are never freed, so a search during an insertion finds every key that was there before.
 """
 
 from __future__ import annotations

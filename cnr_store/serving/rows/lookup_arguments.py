@@ -1,4 +1,4 @@
-"""What a lookup is given, checked: row ids, and arrays to write rows to. Pure."""
+"""Checks the arguments of a lookup: row ids, and arrays to write rows to. Pure."""
 
 from __future__ import annotations
 

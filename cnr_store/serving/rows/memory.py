@@ -1,6 +1,6 @@
-"""Where a consumer's arrays live: in the process, or in files that other processes map.
+"""Allocates the arrays of a loader: in the process, or (`shared_memory`) in files that other processes map.
 
-Memory is given out in blocks; the arrays of a block go together. Nothing here knows what the arrays are.
+Memory is allocated in blocks; the arrays of a block are freed together.
 """
 
 from __future__ import annotations
@@ -8,10 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from cnr_store.serving.rows.views import View
 
 Array = npt.NDArray[Any]
 ArrayShape = tuple[tuple[int, ...], npt.DTypeLike]
@@ -21,15 +24,21 @@ ALIGNMENT = 64
 """Bytes at whose multiples arrays begin: a cache line, which no two arrays share."""
 
 
-class Memory(Protocol):
-    """Gives out arrays."""
+class Memory:
+    """Memory of this process, whose pages the system commits as they are written; subclasses share theirs.
+
+    A block is freed when no array of it is left, so here `release` and `attempt` do nothing.
+    """
+
+    is_shared = False
+    """Whether other processes read it; then `put_view` and `drop_views` inform them."""
 
     def allocate(
         self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, used_rows: int | None = None
     ) -> Array:
-        """Return a C-contiguous array of zeros in a block of its own; ``name`` is for people.
+        """Return a C-contiguous array of zeros in its own block; ``name`` is for people.
 
-        With ``used_rows`` only the first rows may be written until `reserve` says more: room to grow costs addresses,
+        With ``used_rows`` only the first rows may be written until `reserve` allows more: room to grow costs addresses,
         not memory.
 
         Raises
@@ -37,59 +46,44 @@ class Memory(Protocol):
         StorageFailure
             There is not enough memory.
         """
-
-    def allocate_together(self, name: str, arrays: Sequence[ArrayShape]) -> tuple[Array, ...]:
-        """Return several arrays in one block, each from a multiple of `ALIGNMENT` bytes on; they hold anything."""
-
-    def reserve(self, array: Array, used_rows: int) -> None:
-        """Make rows [0, used_rows) of an array that was allocated with ``used_rows`` writable."""
-
-    def block_of(self, array: Array) -> int | None:
-        """Return the block that an array, or a view of one, is in; None if it is not from here."""
-
-    def release(self, block: int) -> None:
-        """Give a block back. Whoever still has an array of it may go on reading it; nobody new can."""
-
-    def attempt(self) -> AbstractContextManager[None]:
-        """Return a context that releases, when it is left by an error, what was allocated in it by any thread."""
-
-
-class AnonymousMemory:
-    """Memory of this process. A block goes when nobody has an array of it any more; `release` does nothing."""
-
-    def allocate(
-        self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, used_rows: int | None = None
-    ) -> Array:
-        """See `Memory.allocate`; the system commits pages as they are written, so ``used_rows`` changes nothing."""
         del name, used_rows
         return np.zeros(shape, dtype)
 
     def allocate_together(self, name: str, arrays: Sequence[ArrayShape]) -> tuple[Array, ...]:
-        """See `Memory.allocate_together`.
-
-        Zeros would be written while the interpreter is held: a version's rows would stop lookups for a millisecond.
-        """
+        """Return several arrays in one block, each aligned to `ALIGNMENT` bytes; their content is undefined."""
         del name
+        # Zeros would be written while the interpreter lock is held: the rows of a version would stop lookups for 1 ms.
         return tuple(np.empty(shape, dtype) for shape, dtype in arrays)
 
     def reserve(self, array: Array, used_rows: int) -> None:
-        """Do nothing: every row is writable."""
+        """Make rows [0, used_rows) of an array writable that was allocated with ``used_rows``."""
 
     def block_of(self, array: Array) -> int | None:
-        """Return None: there is nothing to release."""
+        """Return the block of an array or of a view of one; None if it is not from here, or is never released."""
         del array
         return None
 
     def release(self, block: int) -> None:
-        """Do nothing."""
+        """Free a block. Whoever has an array of it may still read it."""
 
     def attempt(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing."""
+        """Return a context that, if it ends with an error, releases what any thread allocated in it."""
         return nullcontext()
 
+    def put_view(self, view: View) -> None:
+        """Record the arrays of a view for other processes, which look for it when the board has its epoch.
 
-ANONYMOUS = AnonymousMemory()
-"""Memory of this process; it has no state, so one is enough."""
+        Raises
+        ------
+        StorageFailure
+        """
+
+    def drop_views(self, before: int) -> None:
+        """Delete the records of views before an epoch."""
+
+
+ANONYMOUS = Memory()
+"""Memory of this process; one object is enough, because it has no state."""
 
 
 def offsets_of(arrays: Sequence[ArrayShape]) -> tuple[list[int], int]:

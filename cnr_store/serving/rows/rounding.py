@@ -1,6 +1,6 @@
-"""Round float32 rows to 16 bits in one pass, for rows that are decoded as they are looked up.
+"""Rounds float32 rows to 16 bits in one pass, during lookups.
 
-`widths.from_float32` is the definition and the reference: numpy, several passes, fit for loading.
+`widths.from_float32` is the definition and the reference: numpy, several passes, fast enough for loading.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A consumer's own copy of a table: held rows, an overlay of changed rows beside them, and how a lookup reads both.
+"""A table in memory: base rows, an overlay of changed rows, and lookups in both.
 
-Held rows are what is looked up (``values``) wherever the codes that a difference adds to can be had back from it, or
-are never needed; else they are the codes, and rows are decoded as they are looked up. Nothing here does I/O or locks:
-`views` says which table a reader may read, and when held rows may be written.
+Base rows are what a lookup returns (``values``) if the codes that differences are added to can be computed from them,
+or are never needed. Otherwise they are codes, which are decoded by each lookup. Nothing here does I/O or takes locks:
+`views` decides which table a reader reads, and when base rows are written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cnr_store.encodings import kernels, widths
 from cnr_store.errors import BadInput, BadRowIds, NonFiniteValues
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.threads import blocks
-from cnr_store.segment.codes import ABSENT, CODED, Array, ArraySpec, EscapeRows, array_specs, decode_block, schema_key
+from cnr_store.segment.codes import ABSENT, Array, ArraySpec, EscapeRows, array_specs, decode_block, schema_key
 from cnr_store.serving.rows import gather
 from cnr_store.serving.rows.fused_kernels import BITS_8_EXTRA_BYTES, fuse_rows_8bit
 from cnr_store.serving.rows.key_index import KeyIndex, slots_for
@@ -47,21 +47,21 @@ _SERVED_DTYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class RowKind:
-    """What the held rows of a table are, and what a lookup returns. `row_kind` makes it.
+    """The form of a table's base rows, and of the rows that a lookup returns; see `row_kind`.
 
-    Two kinds are equal where held rows of the one can be taken for held rows of the other.
+    Two kinds are equal if the base rows of one are valid base rows of the other.
 
     Attributes
     ----------
     holds
-        ``values``: held rows are what a lookup returns, bit for bit, absent and escape rows included.
-        ``codes``: held rows are integer codes; what stands at absent and escape rows means nothing.
+        ``values``: base rows are what a lookup returns, bit for bit, absent and exact rows included.
+        ``codes``: base rows are integer codes; those of absent and exact rows are undefined.
     served
-        What a lookup returns.
+        The form of the rows that a lookup returns.
     table_dtype, dim, fill
         Of the table.
     spec
-        Where codes are held, what they are (their unit too); None for ``values``.
+        The encoding and scale of the codes; None for ``values``.
     fill_row
         What a lookup returns for an absent row, (served_width,) of `served_dtype`; not to be written.
     """
@@ -86,17 +86,17 @@ class RowKind:
 
     @property
     def width(self) -> int:
-        """Elements of a held row."""
+        """Elements of a base row."""
         return self.dim if self.holds == "codes" else self.served_width
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype that held rows start with: lattice codes are int16, and int32 once they outgrow it."""
+        """The dtype that base rows start with: lattice codes are int16, and int32 once they outgrow it."""
         return self.served_dtype if self.spec is None else self.spec.mirror_dtype
 
     @property
     def absent_row(self) -> Array:
-        """What an absent row is held as, (width,) of `dtype`: the fill, or for codes zeros that nobody reads."""
+        """The base row of an absent row, (width,) of `dtype`: the fill, or for codes zeros, which are never read."""
         return self.fill_row if self.spec is None else np.zeros(self.dim, self.dtype)
 
     def serve(self, values: Array, out: Array) -> int:
@@ -118,7 +118,7 @@ class RowKind:
         return -1
 
     def decode(self, codes: Array, out: Array) -> int:
-        """Write codes (n, dim) as a lookup returns them; returns as `serve`. Only where codes are held."""
+        """Write codes (n, dim) as a lookup returns them; returns as `serve`. Only where codes are kept."""
         assert self.spec is not None
         is_served = self.served == self.table_dtype
         values = out if is_served else np.empty(codes.shape, widths.carrier(self.table_dtype))
@@ -132,10 +132,10 @@ class RowKind:
 
 
 def row_kind(schema: TableSchema, served: Served | None = None, holds: Literal["auto"] | Holds = "auto") -> RowKind:
-    """Return how rows of a table are held so that they can be served as ``served`` and kept up with deltas. Pure.
+    """Return the form of base rows that lookups return as ``served`` and deltas can be applied to. Pure.
 
-    ``served`` None means the table's own dtype. ``auto`` holds values wherever that is possible. Values need no
-    decoding; codes of a float32 lattice table take half the memory as long as they fit int16.
+    ``served`` None means the table's own dtype. ``auto`` keeps values if possible. Values need no decoding; codes of a
+    float32 lattice table take half the memory if they fit int16.
 
     Raises
     ------
@@ -194,8 +194,8 @@ def _values_suffice(schema: TableSchema, served: Served) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeldTable:
-    """The rows of a table, or of a shard of it, as one version left them. The arrays are written by merging alone.
+class BaseTable:
+    """The rows of a table, or of a shard of it, as of one version. Only merging writes the arrays.
 
     Attributes
     ----------
@@ -204,9 +204,9 @@ class HeldTable:
     rows
         (capacity, kind.width), in ``kind.dtype`` or, for codes, int32. By position: row id - start. By key: `index`.
     start, stop
-        Row ids that are held by position; both 0 where rows are held by key.
+        Row ids that are found by position; both 0 where rows are found by key.
     index
-        Key to position; None where rows are held by position. A row that it lacks is absent.
+        Key to position; None where rows are found by position. A row that it lacks is absent.
     num_rows
         Positions in use: all of ``rows`` by position; by key the rest is room for new keys.
     spare
@@ -214,7 +214,7 @@ class HeldTable:
     status
         uint8 (capacity,): `CODED`, `ABSENT` or `ESCAPED`; None while all are coded. By key nothing is `ABSENT` here.
     shard
-        What of the table is held; None means all of it.
+        The part of the table that is served; None means all of it.
     """
 
     name: str
@@ -240,7 +240,7 @@ class HeldTable:
         num_keys: int = 0,
         dtype: npt.DTypeLike | None = None,
         memory: Memory = ANONYMOUS,
-    ) -> HeldTable:
+    ) -> BaseTable:
         """Return a table of zeros, every row coded, or no key yet, to be filled by its only user before publication.
 
         ``dtype`` is ``kind.dtype`` unless given (int32 for wide codes). By key there is room for ``num_keys`` rows and
@@ -281,7 +281,7 @@ class HeldTable:
         status = 0 if self.status is None else self.num_rows
         return int(self.num_rows * row_bytes + index + status)
 
-    def with_status(self, memory: Memory = ANONYMOUS) -> HeldTable:
+    def with_status(self, memory: Memory = ANONYMOUS) -> BaseTable:
         """Return the same table with a status per row, all `CODED` where there was none so far."""
         if self.status is not None:
             return self
@@ -290,7 +290,7 @@ class HeldTable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Overlay:
-    """The rows of a table that one version, or a few in a row, changed: absolute content, always found by key.
+    """The rows of a table that one or several versions changed: absolute content, found by key.
 
     Attributes
     ----------
@@ -299,7 +299,7 @@ class Overlay:
     ids
         int64 (n,), unique, any order.
     rows
-        (n, kind.width) of the held rows' dtype; what stands at `ABSENT` rows (and for codes at `ESCAPED` ones) means
+        (n, kind.width) of the base rows' dtype; what stands at `ABSENT` rows (and for codes at `ESCAPED` ones) means
         nothing.
     status
         uint8 (n,): `CODED`, `ABSENT` (deleted) or `ESCAPED`.
@@ -360,45 +360,45 @@ class Overlay:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedTable:
-    """A table as one view has it: held rows, what is changed beside them, and rows kept as exact floats.
+    """A table in one view: base rows, an overlay of changed rows, and exact rows.
 
-    ``escapes`` (array ``codes`` in the table's dtype): all escape rows as of this version; only where codes are held.
+    ``escapes`` (array ``codes`` in the table's dtype): all exact rows of this version; only if codes are kept.
     """
 
-    held: HeldTable
+    base: BaseTable
     overlay: Overlay | None = None
     escapes: EscapeRows = field(default_factory=EscapeRows)
 
     @property
     def name(self) -> str:
         """The table's name."""
-        return self.held.name
+        return self.base.name
 
     @property
     def schema(self) -> TableSchema:
         """The schema as of the view's version."""
-        return self.held.schema if self.overlay is None else self.overlay.schema
+        return self.base.schema if self.overlay is None else self.overlay.schema
 
     @property
     def kind(self) -> RowKind:
-        """What held rows and lookups are."""
-        return self.held.kind
+        """The form of base rows and lookups."""
+        return self.base.kind
 
-    def gather_held(self, ids: RowIds, out: Array) -> npt.NDArray[np.uint8]:
-        """Write the rows ``ids`` (int64 (n,), any order) as they are held, (n, kind.width); return each one's status.
+    def gather_stored(self, ids: RowIds, out: Array) -> npt.NDArray[np.uint8]:
+        """Write the rows ``ids`` (int64 (n,), any order) as they are kept, (n, kind.width); return their status.
 
-        What a delta is applied to. Absent rows give ``kind.absent_row``. Releases the GIL.
+        Deltas are applied to these. Absent rows are ``kind.absent_row``. Releases the GIL.
 
         Raises
         ------
         BadRowIds
         """
         places = self._places(ids)
-        held, overlay = self.held, self.overlay
-        absent = held.kind.absent_row.astype(held.rows.dtype, copy=False)
-        over = held.rows[:0] if overlay is None else overlay.rows
+        base, overlay = self.base, self.overlay
+        absent = base.kind.absent_row.astype(base.rows.dtype, copy=False)
+        over = base.rows[:0] if overlay is None else overlay.rows
         gather.gather(
-            gather.as_words(held.rows),
+            gather.as_words(base.rows),
             gather.as_words(over),
             gather.as_words(absent.reshape(1, -1))[0],
             places,
@@ -407,7 +407,7 @@ class ServedTable:
         status = np.empty(len(ids), np.uint8)
         no_status = status[:0]
         gather.gather_status(
-            no_status if held.status is None else held.status,
+            no_status if base.status is None else base.status,
             no_status if overlay is None else overlay.status,
             places,
             status,
@@ -422,18 +422,18 @@ class ServedTable:
         out
             (n, kind.served_width) of ``kind.served_dtype``, C-contiguous. Absent rows get the fill.
         missing
-            bool (n,), says which rows are absent. Rows of a table that holds values by position count as there.
+            bool (n,), states which rows are absent. Rows of a table that keeps values by position count as there.
 
         Raises
         ------
         BadRowIds
-            An id is outside the table, or outside the shard that is held.
+            An id is outside the table, or outside the shard that is served.
         NonFiniteValues
             A row that is not finite has no int8 form.
         """
-        held, kind = self.held, self.held.kind
-        if self.overlay is None and held.index is None and kind.holds == "values":
-            outside = gather.gather_range(gather.as_words(held.rows), held.start, ids, gather.as_words(out))
+        base, kind = self.base, self.base.kind
+        if self.overlay is None and base.index is None and kind.holds == "values":
+            outside = gather.gather_range(gather.as_words(base.rows), base.start, ids, gather.as_words(out))
             if outside >= 0:
                 raise self._outside(ids, outside)
             if missing is not None:
@@ -443,22 +443,22 @@ class ServedTable:
         if missing is not None:
             np.equal(places, gather.ABSENT_PLACE, out=missing)
         if kind.holds == "values":
-            over = held.rows[:0] if self.overlay is None else self.overlay.rows
+            over = base.rows[:0] if self.overlay is None else self.overlay.rows
             fill = gather.as_words(kind.fill_row.reshape(1, -1))[0]
             return int(
-                gather.gather(gather.as_words(held.rows), gather.as_words(over), fill, places, gather.as_words(out))
+                gather.gather(gather.as_words(base.rows), gather.as_words(over), fill, places, gather.as_words(out))
             )
         return self._decode(ids, places, out)
 
     def row_ids(self) -> RowIds:
         """Return the sorted ids of all rows that are there (by position where no status is kept: all). Reads much."""
-        held, overlay = self.held, self.overlay
-        if held.index is not None:
-            ids = np.sort(held.index.entries()[0])
-        elif held.status is not None:
-            ids = np.flatnonzero(held.status[: held.num_rows] != ABSENT).astype(np.int64) + held.start
+        base, overlay = self.base, self.overlay
+        if base.index is not None:
+            ids = np.sort(base.index.entries()[0])
+        elif base.status is not None:
+            ids = np.flatnonzero(base.status[: base.num_rows] != ABSENT).astype(np.int64) + base.start
         else:
-            ids = np.arange(held.start, held.stop, dtype=np.int64)
+            ids = np.arange(base.start, base.stop, dtype=np.int64)
         if overlay is None:
             return ids
         ids = np.union1d(ids, overlay.ids)
@@ -469,19 +469,19 @@ class ServedTable:
 
     def _places(self, ids: RowIds) -> gather.Places:
         """Where each row is; checks that all are of this table and shard."""
-        held, overlay = self.held, self.overlay
+        base, overlay = self.base, self.overlay
         places = np.empty(len(ids), np.int64)
-        if held.index is None:
-            outside = gather.places_in_range(held.start, held.stop, ids, places)
+        if base.index is None:
+            outside = gather.places_in_range(base.start, base.stop, ids, places)
             if outside >= 0:
                 raise self._outside(ids, outside)
-            if held.status is not None:
-                gather.drop_absent(places, held.status)
+            if base.status is not None:
+                gather.drop_absent(places, base.status)
         else:
-            held.index.find(ids, places)
+            base.index.find(ids, places)
         if overlay is not None:
             gather.put_overlay_places(overlay.index.find(ids), overlay.status, places)
-        if held.index is not None:
+        if base.index is not None:
             self._check_missing(ids, places)
         return places
 
@@ -489,20 +489,20 @@ class ServedTable:
         """Refuse keys that are not there because they belong to another shard, or are no rows of a dense table."""
         nowhere = np.flatnonzero(places == gather.ABSENT_PLACE)
         schema = self.schema
-        if len(nowhere) == 0 or (self.held.shard is None and schema.keys == "hashed"):
+        if len(nowhere) == 0 or (self.base.shard is None and schema.keys == "hashed"):
             return
         keys = ids[nowhere]
-        strange = ~is_in_shard(self.held.shard, keys)
+        strange = ~is_in_shard(self.base.shard, keys)
         if schema.keys == "dense":
             strange |= (keys < 0) | (keys >= schema.num_rows)
         if strange.any():
             raise self._outside(ids, int(nowhere[np.argmax(strange)]))
 
     def _decode(self, ids: RowIds, places: gather.Places, out: Array) -> int:
-        held, kind = self.held, self.held.kind
-        rows = gather.as_words(held.rows)
+        base, kind = self.base, self.base.kind
+        rows = gather.as_words(base.rows)
         over = rows[:0] if self.overlay is None else gather.as_words(self.overlay.rows)
-        codes = np.empty((min(len(ids), READ_BLOCK_ROWS), kind.dim), held.rows.dtype)
+        codes = np.empty((min(len(ids), READ_BLOCK_ROWS), kind.dim), base.rows.dtype)
         words = gather.as_words(codes)
         fill = np.zeros(words.shape[1], words.dtype)
         absent = 0
@@ -527,14 +527,10 @@ class ServedTable:
 
     def _check_served(self, bad: int, ids: RowIds, low: int) -> None:
         if bad >= 0:
-            row = int(ids[low + bad])
-            raise NonFiniteValues(
-                f"row {row} of table {self.name!r} holds NaN or Inf, which has no int8 form; serve the table as floats",
-                table=self.name, found=row,
-            )  # fmt: skip
+            raise no_int8_form(int(ids[low + bad]), self.name)
 
     def _outside(self, ids: RowIds, at: int) -> BadRowIds:
-        row, schema, shard = int(ids[at]), self.schema, self.held.shard
+        row, schema, shard = int(ids[at]), self.schema, self.base.shard
         what = "hashed keys" if schema.keys == "hashed" else f"{schema.num_rows} rows"
         part = ""
         if isinstance(shard, HashShard):
@@ -549,11 +545,14 @@ class ServedTable:
         )
 
 
+def no_int8_form(row: int, table: str) -> NonFiniteValues:
+    """Return the error of a row that cannot be served as int8. Pure."""
+    return NonFiniteValues(
+        f"row {row} of table {table!r} holds NaN or Inf, which has no int8 form; serve the table as floats",
+        table=table, found=row,
+    )  # fmt: skip
+
+
 def index_capacity(num_keys: int) -> int:
-    """Return for how many keys an index is made where there are ``num_keys``: it is made anew when it is full. Pure."""
+    """Return for how many keys an index is made where there are ``num_keys``: it is rebuilt when it is full. Pure."""
     return num_keys + num_keys // 8 + 64
-
-
-__all__ = [
-    "ABSENT", "CODED", "HeldTable", "Holds", "Overlay", "RowKind", "Served", "ServedTable", "row_kind",
-]  # fmt: skip

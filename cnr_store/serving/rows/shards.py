@@ -1,4 +1,4 @@
-"""Which rows of a table a consumer holds: all of them, a range, or those whose hash is its own. Pure, no I/O."""
+"""The rows of a table that a loader serves: all, a range, or those with a given hash. Pure, no I/O."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class HashShard:
 
 
 Shard = RowRange | HashShard
-"""None, wherever a shard is asked for, means all rows."""
+"""None, if a shard is asked for, means all rows."""
 
 
 def check_shard(shard: Shard | None) -> Shard | None:
-    """Return the shard if it can hold rows.
+    """Return the shard if it is valid.
 
     Raises
     ------
@@ -56,7 +56,7 @@ def hash_shard_of(row_ids: RowIds, count: int) -> npt.NDArray[np.int64]:
 
 
 def is_in_shard(shard: Shard | None, row_ids: RowIds) -> npt.NDArray[np.bool_]:
-    """Return which of the rows (int64, any order) the shard holds, bool of their shape."""
+    """Return which of the rows (int64, any order) are in the shard, bool of their shape."""
     if shard is None:
         return np.ones(row_ids.shape, np.bool_)
     if isinstance(shard, RowRange):
@@ -66,7 +66,7 @@ def is_in_shard(shard: Shard | None, row_ids: RowIds) -> npt.NDArray[np.bool_]:
 
 
 def rows_in_shard(shard: Shard | None, row_ids: RowIds) -> RowIds:
-    """Return those of sorted rows that the shard holds; a view where they are consecutive in the list."""
+    """Return the sorted rows that are in the shard; a view if they are consecutive in the list."""
     if shard is None:
         return row_ids
     if isinstance(shard, RowRange):
@@ -84,7 +84,7 @@ def dense_range(shard: Shard | None, num_rows: int) -> RowRange:
 
 
 def meets_shard(shard: Shard | None, first: int, last: int) -> bool:
-    """Return whether a chunk of rows from ``first`` to ``last``, inclusive, may hold a row of the shard."""
+    """Return whether a chunk of rows from ``first`` to ``last``, inclusive, may have a row of the shard."""
     return not isinstance(shard, RowRange) or (first < shard.stop and last >= shard.start)
 
 

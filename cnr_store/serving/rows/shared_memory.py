@@ -1,16 +1,17 @@
-"""Held tables in files that other processes map, say under ``/dev/shm``: the side of the one process that writes them.
+"""Base tables in files that other processes map, for example under ``/dev/shm``; this is the writing process's side.
 
-Plain files, not ``multiprocessing.shared_memory``, whose resource tracker unlinks what a process that ends had open. ::
+Plain files are used because the resource tracker of ``multiprocessing.shared_memory`` unlinks what an ending process
+had open. ::
 
-    <folder>/owner.lock     flock of the process that owns the folder; gone with it, however it ends. Holds <n>
-    <folder>/current        which generation readers attach to; replaced atomically
-    <folder>/g<n>/          one life of an owner
+    <folder>/owner.lock     flock of the process that owns the folder, until it ends. Contains <n>
+    <folder>/current        the generation that readers attach to; replaced atomically
+    <folder>/g<n>/          the files of one owner
         board               the `Board`
         <count>-<name>      arrays, one file per block
-        view-<epoch>        what a view is made of; complete before the board has its epoch
+        view-<epoch>        the arrays of a view; complete before the board has its epoch
 
-An owner that comes after another starts a generation of its own, and takes the old one away only when its first view
-can be seen: until then readers go on with what the one before left, which is whole wherever that one was killed.
+A later owner starts a new generation, and deletes the former one when its own first view can be read. Until then
+readers use the last view of the former owner, which is complete at whatever point that owner was killed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from cnr_store.format.documents import loads
 from cnr_store.format.limits import MAX_SMALL_BYTES
 from cnr_store.runtime.local_files import failing_at, lock_file, read_at_most, reserve, write_whole
 from cnr_store.serving.rows.board import BOARD_BYTES, Board
-from cnr_store.serving.rows.memory import Array, ArrayShape, offsets_of
+from cnr_store.serving.rows.memory import Array, ArrayShape, Memory, offsets_of
 from cnr_store.serving.rows.view_file import ArrayRef, describe_view, encode_view
 from cnr_store.serving.rows.views import Publisher, View
 
@@ -87,11 +88,13 @@ class _Block:
     nbytes: int
 
 
-class SharedMemory:
+class SharedMemory(Memory):
     """A `Memory` of files in a folder that this process owns until `close`, or until it ends.
 
     A child that was forked has the arrays, but owns nothing: it must attach like any other process.
     """
+
+    is_shared = True
 
     def __init__(self, folder: str | Path) -> None:
         """Own ``folder``, made if it is not there.
@@ -131,13 +134,13 @@ class SharedMemory:
                 self._pointer = self.path / CURRENT_FILE
                 write_whole(self._pointer, msgspec.json.encode(SharedGeneration(FORMAT, self.generation)))
             except BaseException:
-                self._let_go()
+                self._release_lock()
                 raise
         _OWNERS.add(self)
 
     def publisher(self, **options: Any) -> Publisher:
         """Return the publisher of what is in this memory; ``options`` are those of `Publisher`."""
-        publisher = Publisher(self, board=self.board, announcer=self, **options)
+        publisher = Publisher(self, board=self.board, **options)
         self._publishers.add(publisher)
         return publisher
 
@@ -193,7 +196,7 @@ class SharedMemory:
             return number if address < block.address + block.nbytes else None
 
     def release(self, block: int) -> None:
-        """See `Memory.release`: the file is unlinked, and its memory goes when no process maps it any more."""
+        """See `Memory.release`: the file is unlinked, and its memory goes when no process maps it any longer."""
         with self._guard:
             found = self._blocks.pop(block, None)
             if found is None:
@@ -229,7 +232,7 @@ class SharedMemory:
         return ArrayRef(block.path.name, _address(array) - block.address, array.dtype.name, array.shape)
 
     def put_view(self, view: View) -> None:
-        """See `Announcer.put_view`."""
+        """See `Memory.put_view`."""
         path = self.view_path(view.epoch)
         data = encode_view(describe_view(view, self.ref_of))
         with _failing_at(path, len(data)):
@@ -238,7 +241,7 @@ class SharedMemory:
             self._epochs.append(view.epoch)
 
     def drop_views(self, before: int) -> None:
-        """See `Announcer.drop_views`. The first time, readers are sent here, and what earlier owners left goes."""
+        """See `Memory.drop_views`. The first time, readers are sent here, and what earlier owners left goes."""
         if not self._is_current:
             self._supersede()
         for epoch in [one for one in self._epochs if one < before]:
@@ -251,10 +254,10 @@ class SharedMemory:
         return self.path / f"view-{epoch}"
 
     def close(self, *, keep: bool = False) -> None:
-        """Give the folder back; a second call is harmless. Readers keep what they map.
+        """Release the folder. Idempotent. Readers keep what they map.
 
-        Takes the files away, or with ``keep`` leaves them, as an owner that is killed does: then all readers go on with
-        the last view until the next owner serves, and the memory is taken until then.
+        Deletes the files, or with ``keep`` leaves them, as a killed owner does: then readers use the last view, and the
+        memory stays allocated, until the next owner serves.
         """
         if self._lock_fd < 0:
             return
@@ -264,7 +267,7 @@ class SharedMemory:
                 with _failing_at(self.folder / CURRENT_FILE):
                     (self.folder / CURRENT_FILE).unlink(missing_ok=True)
             shutil.rmtree(self.path, ignore_errors=True)
-        self._let_go()
+        self._release_lock()
 
     def _supersede(self) -> None:
         with _failing_at(self._pointer):
@@ -275,7 +278,7 @@ class SharedMemory:
             try:
                 Board(map_file(old / BOARD_FILE, BOARD_BYTES, create=False).view(np.int64)).end()
             except (OSError, CorruptObject):
-                # Its owner died before it had a board, or that is damaged: nobody is attached to it, or can be told.
+                # Its owner died before it had a board, or the board is damaged: no reader can be attached, or informed.
                 pass
             shutil.rmtree(old, ignore_errors=True)
 
@@ -296,7 +299,7 @@ class SharedMemory:
                 taken.append(number)
         return memory
 
-    def _let_go(self) -> None:
+    def _release_lock(self) -> None:
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             os.close(fd)
@@ -321,7 +324,7 @@ def current_generation(folder: Path) -> int | None:
     ------
     NewerFormat
     CorruptObject
-        What says so is damaged.
+        The file that names it is damaged.
     AccessDenied, StorageFailure
     """
     path = folder / CURRENT_FILE
@@ -384,7 +387,7 @@ def _address(array: Array) -> int:
 
 
 def _own(folder: Path) -> int:
-    """Return the descriptor whose lock says that this process owns the folder."""
+    """Return the locked descriptor; its lock makes this process the owner."""
     file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         lock_file(file)
@@ -415,7 +418,7 @@ def _attachable(folder: Path, there: set[int]) -> set[int]:
 
 
 def _failing_at(path: Path, size: int | None = None) -> AbstractContextManager[None]:
-    """Turn what the system says of shared memory into what the user can do."""
+    """Turn an `OSError` about shared memory into an error with advice."""
     return failing_at(path, "shared" if size is None else f"shared in {size} bytes", _ADVICE)
 
 
@@ -426,7 +429,7 @@ def _disown_in_child() -> None:
     # A lock belongs to the open file, which a child shares: it would keep the folder when the owner has died. And the
     # view that a child has goes stale, as the owner merges newer ones into the rows that both see.
     for memory in list(_OWNERS):
-        memory._let_go()
+        memory._release_lock()
         for publisher in list(memory._publishers):
             publisher.leave()
 

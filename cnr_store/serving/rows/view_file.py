@@ -1,7 +1,7 @@
-"""The file that tells other processes what a view is made of: which arrays, where in which files. Pure.
+"""The file that describes the arrays of a view to other processes. Pure.
 
-One line of JSON behind a checked header: 8 bytes magic, the length as 8 bytes, little-endian, and the xxh3-128 of the
-JSON. Nothing in it is executed, and no size is believed before the file it speaks of has been measured.
+One line of JSON after a checked header: 8 bytes magic, the length as 8 bytes, little-endian, and the xxh3-128 of the
+JSON. Nothing in it is executed, and sizes are compared with the files before they are used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cnr_store.format.records import TableSchema
 from cnr_store.segment.codes import EscapeRows
 from cnr_store.serving.rows.key_index import KeyIndex
 from cnr_store.serving.rows.memory import Array
-from cnr_store.serving.rows.served_table import HeldTable, Holds, Overlay, Served, ServedTable, row_kind
+from cnr_store.serving.rows.served_table import BaseTable, Holds, Overlay, Served, ServedTable, row_kind
 from cnr_store.serving.rows.shards import HashShard, Shard
 from cnr_store.serving.rows.views import View
 from cnr_store.types import RowRange
@@ -49,8 +49,8 @@ class ArrayRef(msgspec.Struct, frozen=True):
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
-class HeldRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A `HeldTable`."""
+class BaseRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A `BaseTable`."""
 
     schema: TableSchema
     holds: Holds
@@ -83,7 +83,7 @@ class OverlayRef(msgspec.Struct, frozen=True, kw_only=True):
 class TableRef(msgspec.Struct, frozen=True, kw_only=True):
     """A `ServedTable`; ``escapes`` are row ids and exact floats."""
 
-    held: HeldRef
+    base: BaseRef
     overlay: OverlayRef | None = None
     escapes: tuple[ArrayRef, ArrayRef] | None = None
 
@@ -103,7 +103,7 @@ _DECODER = msgspec.json.Decoder(ViewDocument)
 
 
 def describe_view(view: View, ref_of: Callable[[Array], ArrayRef]) -> ViewDocument:
-    """Return what a view is made of; ``ref_of`` tells where an array is."""
+    """Return the description of a view; ``ref_of`` returns where an array is."""
 
     def overlay_ref(overlay: Overlay) -> OverlayRef:
         return OverlayRef(
@@ -117,7 +117,7 @@ def describe_view(view: View, ref_of: Callable[[Array], ArrayRef]) -> ViewDocume
     def table_ref(table: ServedTable) -> TableRef:
         escapes = table.escapes
         return TableRef(
-            held=_held_ref(table.held, ref_of),
+            base=_base_ref(table.base, ref_of),
             overlay=None if table.overlay is None else overlay_ref(table.overlay),
             escapes=(ref_of(escapes.rows), ref_of(escapes.values["codes"])) if len(escapes.rows) else None,
         )
@@ -131,49 +131,49 @@ def describe_view(view: View, ref_of: Callable[[Array], ArrayRef]) -> ViewDocume
     )
 
 
-def _held_ref(held: HeldTable, ref_of: Callable[[Array], ArrayRef]) -> HeldRef:
-    shard = held.shard
-    return HeldRef(
-        schema=held.schema,
-        holds=held.kind.holds,
-        served=held.kind.served,
-        rows=ref_of(held.rows),
-        start=held.start,
-        stop=held.stop,
-        num_rows=held.num_rows,
-        slots=None if held.index is None else ref_of(held.index.slots),
-        status=None if held.status is None else ref_of(held.status),
+def _base_ref(base: BaseTable, ref_of: Callable[[Array], ArrayRef]) -> BaseRef:
+    shard = base.shard
+    return BaseRef(
+        schema=base.schema,
+        holds=base.kind.holds,
+        served=base.kind.served,
+        rows=ref_of(base.rows),
+        start=base.start,
+        stop=base.stop,
+        num_rows=base.num_rows,
+        slots=None if base.index is None else ref_of(base.index.slots),
+        status=None if base.status is None else ref_of(base.status),
         range_shard=(shard.start, shard.stop) if isinstance(shard, RowRange) else None,
         hash_shard=(shard.index, shard.count) if isinstance(shard, HashShard) else None,
     )
 
 
 def view_of(
-    document: ViewDocument, array_of: Callable[[ArrayRef], Array], before: Mapping[str, tuple[HeldRef, HeldTable]]
-) -> tuple[View, dict[str, tuple[HeldRef, HeldTable]]]:
-    """Return the view that a document describes, and its held tables; those of ``before`` that stay are taken over."""
-    held = {}
+    document: ViewDocument, array_of: Callable[[ArrayRef], Array], before: Mapping[str, tuple[BaseRef, BaseTable]]
+) -> tuple[View, dict[str, tuple[BaseRef, BaseTable]]]:
+    """Return the view that a document describes, and its base tables; those of ``before`` that stay are taken over."""
+    base = {}
     for name, ref in document.tables.items():
         known = before.get(name)
-        held[name] = (
-            known if known is not None and known[0] == ref.held else (ref.held, _held_of(name, ref.held, array_of))
+        base[name] = (
+            known if known is not None and known[0] == ref.base else (ref.base, _base_of(name, ref.base, array_of))
         )
-    tables = {name: _table_of(ref, held[name][1], array_of) for name, ref in document.tables.items()}
+    tables = {name: _table_of(ref, base[name][1], array_of) for name, ref in document.tables.items()}
     dense = {name: array_of(ref) for name, ref in document.dense.items()}
     view = View(document.epoch, document.version, document.step, MappingProxyType(tables), MappingProxyType(dense))
-    return view, held
+    return view, base
 
 
-def _table_of(ref: TableRef, held: HeldTable, array_of: Callable[[ArrayRef], Array]) -> ServedTable:
+def _table_of(ref: TableRef, base: BaseTable, array_of: Callable[[ArrayRef], Array]) -> ServedTable:
     overlay = ref.overlay
     escapes = EscapeRows()
     if ref.escapes is not None:
         escapes = EscapeRows(array_of(ref.escapes[0]), {"codes": array_of(ref.escapes[1])})
     if overlay is None:
-        return ServedTable(held, None, escapes)
+        return ServedTable(base, None, escapes)
     rows = array_of(overlay.rows)
     return ServedTable(
-        held,
+        base,
         Overlay(
             schema=overlay.schema,
             ids=array_of(overlay.ids),
@@ -185,13 +185,13 @@ def _table_of(ref: TableRef, held: HeldTable, array_of: Callable[[ArrayRef], Arr
     )
 
 
-def _held_of(name: str, ref: HeldRef, array_of: Callable[[ArrayRef], Array]) -> HeldTable:
+def _base_of(name: str, ref: BaseRef, array_of: Callable[[ArrayRef], Array]) -> BaseTable:
     shard: Shard | None = None
     if ref.range_shard is not None:
         shard = RowRange(*ref.range_shard)
     elif ref.hash_shard is not None:
         shard = HashShard(*ref.hash_shard)
-    return HeldTable(
+    return BaseTable(
         name=name,
         schema=ref.schema,
         kind=row_kind(ref.schema, ref.served, ref.holds),
@@ -213,7 +213,7 @@ def encode_view(document: ViewDocument) -> bytes:
 
 
 def parse_view(data: bytes, where: str) -> ViewDocument:
-    """Return what the bytes of a file say.
+    """Return the description in the bytes of a file.
 
     Raises
     ------

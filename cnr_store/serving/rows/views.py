@@ -1,8 +1,8 @@
-"""What readers see: one version at a time, swapped by a pointer; and the lookups that never mix two.
+"""Publishes versions of tables one at a time, and looks rows up without mixing two versions.
 
-A view is held rows and, beside them, the overlay of what its version changed. A publisher builds the overlay aside and
-swaps the view. Later it merges the overlay into the held rows, which hurts only readers of views before that one; the
-`Board` tells them, and they read again. A reader takes part in nothing, so one that dies costs nothing.
+A view is base rows plus an overlay of the rows that its version changed. A publisher builds the overlay first, then
+swaps the view. Later it merges the overlay into the base rows. Lookups in older views notice this by the `Board` and
+read again. Readers register nowhere, so a reader that dies costs nothing.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ import numpy.typing as npt
 
 from cnr_store.errors import BadInput, CnrStoreError, TableNotFound, VersionNotFound
 from cnr_store.segment.codes import Array, EscapeRows
-from cnr_store.serving.rows.board import LONGEST_HOLD_S, Board
+from cnr_store.serving.rows.board import LONGEST_DEFERRAL_S, Board
 from cnr_store.serving.rows.lookup_arguments import checked_ids, checked_out
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
 from cnr_store.serving.rows.merging import merge_into, merge_target
-from cnr_store.serving.rows.served_table import HeldTable, Overlay, ServedTable
+from cnr_store.serving.rows.served_table import BaseTable, Overlay, ServedTable
 
 MERGE_AFTER_S = 0.05
-"""An overlay is merged when its view was published so long ago and nothing newer came."""
+"""Seconds after its publication at which a view's overlays are merged, if there is no newer view."""
 
 MIN_VIEW_S = 0.01
-"""And never sooner than this, so that lookups which took the view before have ended."""
+"""Seconds before which they are never merged, so that lookups in the former view have ended."""
 
-FAILURES_BEFORE_HOLD = 3
-"""Lookups that found their view torn so often ask the publisher to wait."""
+FAILURES_BEFORE_DEFERRAL = 3
+"""Number of failed attempts after which a lookup asks the publisher to defer merging."""
 
-TableChange = Overlay | HeldTable | None
-"""Rows that changed; or a table that is new, or held anew; or None, a table that is gone."""
+TableChange = Overlay | BaseTable | None
+"""An overlay of changed rows; a new or reloaded table; or None for a removed table."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """One version as readers see it. ``epoch`` counts views, on and on; versions may go back.
+    """One version as readers see it. ``epoch`` counts views and only grows; versions may go back.
 
     ``dense`` tensors are in their stored dtypes (bfloat16 as uint16) and not to be written.
     """
@@ -83,7 +83,7 @@ class LookupBatch:
     dense
         The dense tensors that were asked for; not to be written.
     missing
-        Table to bool (n,) where ids are absent; None where all are there. Tables whose values are held by position
+        Table to bool (n,) where ids are absent; None where all are there. Tables whose values are found by position
         have a row for every id.
     """
 
@@ -95,25 +95,10 @@ class LookupBatch:
     missing: Mapping[str, npt.NDArray[np.bool_] | None]
 
 
-class Announcer(Protocol):
-    """Tells readers outside this process of views; `SharedMemory` is one."""
-
-    def put_view(self, view: View) -> None:
-        """Write down what a view is made of; nobody looks at it before the board has its epoch.
-
-        Raises
-        ------
-        StorageFailure
-        """
-
-    def drop_views(self, before: int) -> None:
-        """Forget what views before an epoch were made of."""
-
-
 class Publisher:
     """Publishes views. One thread at a time builds and publishes; any number of threads read.
 
-    Changes are always built against `newest`. What is handed over (arrays of changes, dense tensors, escape rows) is
+    Changes are always built against `newest`. What is handed over (arrays of changes, dense tensors, exact rows) is
     not to be changed afterwards.
     """
 
@@ -122,16 +107,14 @@ class Publisher:
         memory: Memory = ANONYMOUS,
         *,
         board: Board | None = None,
-        announcer: Announcer | None = None,
         merge_after_s: float = MERGE_AFTER_S,
         min_view_s: float = MIN_VIEW_S,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Publish from ``memory``; ``board`` and ``announcer`` where readers are outside this process too."""
+        """Publish views of arrays in ``memory``; ``board`` is given if other processes read it too."""
         self.board = Board() if board is None else board
         self._memory = memory
-        self._announcer = announcer
         self._merge_after_s = merge_after_s
         self._min_view_s = min_view_s
         self._clock = clock
@@ -141,27 +124,27 @@ class Publisher:
         self._staged: View | None = None
         self._staged_before: View | None = None
         self._can_unstage = False
-        self._why_not = "yet: the first version has not been loaded"
+        self._no_view_reason = "yet: the first version has not been loaded"
         self._published_at = 0.0
         self._blocks: set[int] = set()
 
     @property
     def view(self) -> View | None:
-        """What readers see; None before the first publication."""
+        """The published view; None before the first."""
         return self._view
 
     @property
     def candidate(self) -> View | None:
-        """What `reveal` would let readers see; None where nothing is staged."""
+        """The staged view, which `reveal` publishes; None if nothing is staged."""
         return self._staged
 
     @property
     def newest(self) -> View | None:
-        """The candidate, or else the view: what the next changes are changes to."""
+        """The staged or else the published view: the next changes are changes to it."""
         return self._view if self._staged is None else self._staged
 
     def newest_view(self) -> tuple[View, Board]:
-        """Return what a lookup reads, and what tells whether it was whole.
+        """Return the published view, and the board that shows whether it stayed whole during a lookup.
 
         Raises
         ------
@@ -170,7 +153,7 @@ class Publisher:
         """
         view = self._view
         if view is None:
-            raise VersionNotFound(f"nothing is served {self._why_not}")
+            raise VersionNotFound(f"nothing is served {self._no_view_reason}")
         return view, self.board
 
     def publish(
@@ -181,7 +164,7 @@ class Publisher:
         dense: Mapping[str, Array] | None = None,
         escapes: Mapping[str, EscapeRows] | None = None,
     ) -> View:
-        """Stage a version and let readers see it at once; see `stage` and `reveal`."""
+        """Stage a version and publish it at once; see `stage` and `reveal`."""
         with self._lock:
             self.stage(version, step, changes, dense, escapes)
             return self.reveal()
@@ -194,9 +177,9 @@ class Publisher:
         dense: Mapping[str, Array] | None = None,
         escapes: Mapping[str, EscapeRows] | None = None,
     ) -> View:
-        """Return the next view, which nobody sees before `reveal`; versions staged one after another become one.
+        """Return the next view, which `reveal` publishes; several staged versions become visible together.
 
-        Merges what is not merged yet, for which it may wait (see `merge`).
+        Merges the present overlays first, and may wait for that (see `merge`).
 
         Parameters
         ----------
@@ -205,7 +188,7 @@ class Publisher:
         dense
             All dense tensors of the version; None leaves them as they are.
         escapes
-            All escape rows of tables that hold codes, where they changed; a `HeldTable` starts with none.
+            All exact rows of tables that keep codes, if they changed; a `BaseTable` starts with none.
 
         Raises
         ------
@@ -229,7 +212,7 @@ class Publisher:
             return candidate
 
     def unstage(self) -> None:
-        """Forget what was staged last: it is not to be seen. Versions staged before it stay.
+        """Drop the version that was staged last. Versions staged before it stay.
 
         Raises
         ------
@@ -243,18 +226,18 @@ class Publisher:
             self._sweep()
 
     def discard(self) -> None:
-        """Forget everything that is staged; does nothing where nothing is."""
+        """Drop everything that is staged. Idempotent."""
         with self._lock:
             self._forget_staged()
             self._sweep()
 
     def reveal(self) -> View:
-        """Let readers see what is staged: one swap of a pointer. Without anything staged, returns the view.
+        """Publish what is staged by swapping one pointer, and return the view.
 
         Raises
         ------
         StorageFailure
-            Other processes cannot be told; nobody sees the new view, and it stays staged.
+            Other processes could not be informed; the new view is not visible, and stays staged.
         VersionNotFound
             Nothing was ever staged.
         """
@@ -262,18 +245,17 @@ class Publisher:
             if self._staged is None:
                 return self.newest_view()[0]
             view = self._staged
-            if self._announcer is not None:
-                self._announcer.put_view(view)
+            self._memory.put_view(view)
             self._swap(view)
             self._forget_staged()
             self._sweep()
             return view
 
     def merge(self, *, wait: bool = True) -> bool:
-        """Put the overlays of the view into its held rows; return whether the view has none now.
+        """Merge the overlays of the view into its base rows; return whether the view has none now.
 
-        Readers of this view are not disturbed, those of earlier ones read again. Waits until the view is
-        ``min_view_s`` old, and for readers that asked for it, 2 s at most; with ``wait=False`` does nothing instead.
+        Readers of this view are not affected, those of earlier ones read again. Waits until the view is ``min_view_s``
+        old, and at most 2 s for readers that asked for it; with ``wait=False`` does nothing instead.
 
         Raises
         ------
@@ -288,19 +270,18 @@ class Publisher:
                 return False
             with self._memory.attempt():
                 targets = {
-                    name: merge_target(table.held, table.overlay, self._memory)
+                    name: merge_target(table.base, table.overlay, self._memory)
                     for name, table in view.tables.items()
                     if table.overlay is not None
                 }
                 tables = {
-                    name: table if table.overlay is None else ServedTable(targets[name].held, None, table.escapes)
+                    name: table if table.overlay is None else ServedTable(targets[name].base, None, table.escapes)
                     for name, table in view.tables.items()
                 }
                 after = replace(view, epoch=view.epoch + 1, tables=MappingProxyType(tables))
-                # Whatever can fail is done before the first row is written. Other processes go on with the view and
+                # Whatever can fail is done before the first row is written. Other processes continue with the view and
                 # its overlay until the board has the next epoch.
-                if self._announcer is not None:
-                    self._announcer.put_view(after)
+                self._memory.put_view(after)
             self.board.begin_merge(view.epoch)
             for name, target in targets.items():
                 overlay = view.tables[name].overlay
@@ -312,28 +293,28 @@ class Publisher:
             return True
 
     def merge_due_in_s(self) -> float | None:
-        """Return in how many seconds the view should be merged if nothing newer comes; None if there is nothing to."""
+        """Return the seconds until the view should be merged; None if there is nothing to merge."""
         view = self._view
         if view is None or not view.has_overlays or self._staged is not None:
             return None
         return max(0.0, self._published_at + self._merge_after_s - self._clock())
 
     def close(self) -> None:
-        """Say that no view will come any more, and serve none in this process; a second call is harmless.
+        """End publishing, and serve no view in this process. Idempotent.
 
-        What the last view is made of is left to the memory: readers in other processes go on with it.
+        The arrays of the last view stay in the memory: readers in other processes continue with it.
         """
         with self._lock:
             self.board.end()
             self._forget_staged()
             self._sweep()
-            self._why_not = "any more: the loader is closed"
+            self._no_view_reason = "any more: the loader is closed"
             self._view = None
             self._blocks = set()
 
     def leave(self) -> None:
-        """Serve none in this process from now on, and tell nobody: for a child that was forked from the owner."""
-        self._why_not = "here: the loader is the parent's; attach to its folder with AttachedTables"
+        """Serve no view in this process from now on, without informing others: for a forked child of the owner."""
+        self._no_view_reason = "here: the loader is the parent's; attach to its folder with AttachedTables"
         self._view = None
         self._forget_staged()
 
@@ -365,21 +346,20 @@ class Publisher:
         self._view = view
         self.board.announce(view.epoch)
         self._published_at = self._clock()
-        if self._announcer is not None:
-            self._announcer.drop_views(view.epoch)
+        self._memory.drop_views(view.epoch)
 
     def _may_merge(self, wait: bool) -> bool:
-        """Wait until the view may be merged, or say whether it may be."""
+        """Wait until the view may be merged, or return whether it may be."""
         too_young = self._published_at + self._min_view_s - self._clock()
-        held_for = self.board.held_for_s()
+        deferred_for = self.board.deferred_for_s()
         if not wait:
-            return too_young <= 0 and held_for <= 0
+            return too_young <= 0 and deferred_for <= 0
         if too_young > 0:
             self._sleep(too_young)
-        deadline = self._clock() + LONGEST_HOLD_S
+        deadline = self._clock() + LONGEST_DEFERRAL_S
         # Readers may ask again and again; all together they are waited for once.
-        while (held_for := min(self.board.held_for_s(), deadline - self._clock())) > 0:
-            self._sleep(held_for)
+        while (deferred_for := min(self.board.deferred_for_s(), deadline - self._clock())) > 0:
+            self._sleep(deferred_for)
         return True
 
     def _changed(
@@ -387,24 +367,24 @@ class Publisher:
     ) -> ServedTable | None:
         if change is None:
             return None
-        if isinstance(change, HeldTable):
+        if isinstance(change, BaseTable):
             return ServedTable(change, None, EscapeRows() if escapes is None else escapes)
         if table is None:
             raise ValueError(f"table {name!r} is not served, so no rows of it can change")
-        if change.rows.dtype != table.held.rows.dtype or change.rows.shape[1] != table.held.rows.shape[1]:
+        if change.rows.dtype != table.base.rows.dtype or change.rows.shape[1] != table.base.rows.shape[1]:
             raise ValueError(
                 f"an overlay of table {name!r} is {change.rows.dtype} {change.rows.shape}, "
-                f"its held rows are {table.held.rows.dtype} {table.held.rows.shape}"
+                f"its base rows are {table.base.rows.dtype} {table.base.rows.shape}"
             )
         escapes = table.escapes if escapes is None else escapes
         if len(change) == 0 and table.overlay is None:
-            return ServedTable(replace(table.held, schema=change.schema), None, escapes)
+            return ServedTable(replace(table.base, schema=change.schema), None, escapes)
         if len(change) == 0:
             assert table.overlay is not None
-            return ServedTable(table.held, replace(table.overlay, schema=change.schema), escapes)
+            return ServedTable(table.base, replace(table.overlay, schema=change.schema), escapes)
         if table.overlay is not None:
             change = Overlay.merged(name, table.overlay, change, self._memory)
-        return ServedTable(table.held, change, escapes)
+        return ServedTable(table.base, change, escapes)
 
     def _kept_dense(self, dense: Mapping[str, Array]) -> dict[str, Array]:
         tensors = dict(zip(dense, self._kept_arrays("dense", list(dense.values())), strict=True))
@@ -420,7 +400,7 @@ class Publisher:
 
     def _kept_arrays(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         """Return the arrays where readers of other processes find them too."""
-        if self._announcer is None or not arrays:
+        if not self._memory.is_shared or not arrays:
             return [np.asarray(array, order="C").view() for array in arrays]
         kept = self._memory.allocate_together(name, [(array.shape, array.dtype) for array in arrays])
         for into, array in zip(kept, arrays, strict=True):
@@ -434,7 +414,7 @@ class Publisher:
         return {block for block in blocks if block is not None}
 
     def _sweep(self) -> None:
-        """Release every block that no view has any more."""
+        """Release the blocks that no view uses."""
         views = (self._view, self._staged, self._staged_before)
         live = self._blocks_of(array for view in views if view is not None for array in _arrays_of(view))
         for block in self._blocks - live:
@@ -490,8 +470,8 @@ class Lookups:
                 return batch
             self.retries += 1
             failures += 1
-            if failures >= FAILURES_BEFORE_HOLD:
-                board.hold(4 * (time.monotonic() - started) + 0.01)
+            if failures >= FAILURES_BEFORE_DEFERRAL:
+                board.defer_merges(4 * (time.monotonic() - started) + 0.01)
 
     def _gathered(self, view: View) -> None:
         """Between the copy of the rows and the look at the board; tests merge here."""
@@ -501,7 +481,7 @@ class ViewSource(Protocol):
     """Where the newest view is to be had."""
 
     def newest_view(self) -> tuple[View, Board]:
-        """Return the newest view, and the board that tells whether it was whole."""
+        """Return the newest view, and the board that shows whether it was whole."""
 
 
 def as_array(out: Any) -> Array:
@@ -532,10 +512,10 @@ def lookup_in(
     missing: dict[str, npt.NDArray[np.bool_] | None] = {}
     for name, wanted in ids.items():
         table = view.table(name)
-        kind = table.held.kind
+        kind = table.base.kind
         keys = checked_ids(wanted, name)
         into = checked_out(None if out is None else out.get(name), len(keys), kind, name)
-        can_miss = table.held.index is not None or kind.holds == "codes"
+        can_miss = table.base.index is not None or kind.holds == "codes"
         flags = np.empty(len(keys), np.bool_) if can_miss else None
         absent = table.read(keys, into, flags)
         rows[name] = into
@@ -560,7 +540,7 @@ def _arrays_of(view: View) -> list[Array]:
 
 
 def _arrays_of_table(table: ServedTable) -> list[Array]:
-    arrays = [*_arrays_of_change(table.held), *_arrays_of_change(table.overlay)]
+    arrays = [*_arrays_of_change(table.base), *_arrays_of_change(table.overlay)]
     return [*arrays, table.escapes.rows, *table.escapes.values.values()]
 
 

@@ -2,7 +2,7 @@
 
 A `RowSink` takes absolute values in batches, one batch per version, and shows none of a batch before it is committed.
 A `SinkFeed` brings one sink to the version that a `SinkSource` (a loader) has published, and keeps it there. Nothing
-here is ever an increment: a batch that is written twice, or begun anew, ends in the same rows.
+here is ever an increment: a batch that is written twice, or begun again, ends in the same rows.
 
 ```python
 sink = FusedRows(bits=8)

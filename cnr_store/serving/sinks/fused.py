@@ -1,8 +1,8 @@
-"""Fused row-wise tensors that torch and FBGEMM look up, changed in place between batches.
+"""Fused row-wise tensors for lookups by torch and FBGEMM, changed in place between batches.
 
-One uint8 tensor per table, ``(num_rows, fused width)``: what `torch.ops.quantized.embedding_bag_byte_rowwise_offsets`
-(8 bit) and `embedding_bag_4bit_rowwise_offsets` take, and FBGEMM's operators on CPU. The tensors keep their address for
-life, so a module may hold them.
+One uint8 tensor per table, ``(num_rows, fused width)``: the input of
+`torch.ops.quantized.embedding_bag_byte_rowwise_offsets` (8 bit) and `embedding_bag_4bit_rowwise_offsets`, and of
+FBGEMM's operators on the CPU. A tensor keeps its address, so a module may use it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FusedRows:
     between its batches, while the feed works on a thread of its own. Both take a copy of the changed rows' bytes and no
     longer. The tensors are not guarded against lookups meanwhile: that is what "between batches" means.
 
-    Rows are rounded from the values of their version, never from what is held, so nothing builds up. An absent row
+    Rows are rounded from the values of their version, never from what is served, so nothing builds up. An absent row
     (deleted, or never there) is zeros, whose scale and bias are zero too. Hashed tables have no place here: their keys
     are no positions.
 
@@ -93,11 +93,11 @@ class FusedRows:
 
     @property
     def version(self) -> int | None:
-        """The version that the tensors hold; None before the first."""
+        """The version of the tensors; None before the first."""
         return None if self._shown is None else self._shown.version
 
     def dim(self, table: str) -> int:
-        """Return the values per row of a table, which its tensor's width does not tell where 4 bits meet an odd dim."""
+        """Return the values per row of a table; with 4 bits and an odd dim the tensor's width does not show it."""
         return self._dims[table]
 
     def open(self) -> SinkState | None:
@@ -177,7 +177,7 @@ class FusedRows:
         self._batch = None
 
     def apply(self) -> bool:
-        """Change the tensors to the version committed last, and say whether there was anything to do.
+        """Change the tensors to the last committed version; return whether there was a change.
 
         Call it where no lookup runs. Takes a copy of the changed rows' bytes; waits for nothing but that.
         """

@@ -1,4 +1,4 @@
-"""What a sink is, what it is fed from, and the words that both use."""
+"""The interfaces and records of sinks, and of the sources that feed them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cnr_store.types import Float32s, RowIds
 
 @dataclass(frozen=True, slots=True)
 class SinkTable:
-    """What a sink must know of a table: its width, and how many rows it has (None: hashed, any int64 key)."""
+    """The shape of a table: its width, and its number of rows (None: hashed, any int64 key)."""
 
     dim: int
     num_rows: int | None
@@ -22,7 +22,7 @@ class SinkTable:
 
 @dataclass(frozen=True, slots=True)
 class SinkState:
-    """Which state of which store the rows of a sink are.
+    """The store and the version of a sink's rows.
 
     Attributes
     ----------
@@ -31,7 +31,7 @@ class SinkState:
     version, step
         The version, and its training step.
     scope
-        Which tables and which of their rows, in any words that differ when the choice does ("" for all).
+        A text that identifies the choice of tables and rows ("" for all).
     """
 
     store: str
@@ -47,7 +47,7 @@ class SinkState:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What a source shows at present: the state, and the tables by name."""
+    """The present state of a source, and its tables by name."""
 
     state: SinkState
     tables: Mapping[str, SinkTable]
@@ -55,46 +55,46 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class SourceRows:
-    """Rows of one version: by table the values (n, dim) float32, and which of the ids it has (n,) bool."""
+    """Rows of one version: by table the values (n, dim) float32, and whether each id is present (n,) bool."""
 
     version: int
     tables: Mapping[str, tuple[Float32s, npt.NDArray[np.bool_]]]
 
 
 class SinkSource(Protocol):
-    """Where a feed takes rows from: a loader. All methods may be called from any thread."""
+    """The source of a feed's rows, such as a loader. All methods are thread-safe."""
 
     def published(self) -> Published | None:
-        """Return what lookups see now; None before the first version."""
+        """Return the served state; None before the first version."""
 
     def row_ids(self, table: str) -> Sequence[int] | RowIds:
         """Return the ids that the table has now, ascending: a range, or int64 (n,)."""
 
     def read_rows(self, row_ids: Mapping[str, RowIds]) -> SourceRows:
-        """Return the rows of these ids, all of one version; an id that is not there is marked, not an error."""
+        """Return the rows of these ids, all of one version; absent ids are marked, and no error."""
 
     def changed_since(self, held: SinkState) -> Mapping[str, RowIds] | None:
         """Return which rows may differ between ``held``, an older or newer version, and the one published now.
 
-        Rows that only one of the two has are among them. None if it cannot be told cheaply: the sink then gets all.
+        Includes rows that only one of the two has. None if finding them is expensive: the sink then gets all rows.
         """
 
 
 class RowSink(Protocol):
-    """A place that serves rows of one version; the plug-in point for caches. Called from one thread at a time.
+    """A place outside the loader that serves rows of one version. Implement it for your cache.
 
-    One batch: `begin`, any number of `put` and `delete`, then `commit` or `abort`. What readers of the sink see
-    changes in `commit` alone, as one step. A table's row may come more than once in a batch: the last one counts.
+    Called from one thread at a time. One batch: `begin`, any number of `put` and `delete`, then `commit` or `abort`. A
+    batch becomes visible to readers of the sink in `commit`, in one step. If a row is put twice, the last one counts.
     """
 
     @property
     def name(self) -> str:
-        """What messages and metrics call it; holds no credentials."""
+        """The name for messages and metrics; without credentials."""
 
     def open(self) -> SinkState | None:
-        """Take the sink over, undo what an interrupted batch left, and return what it serves; None for nothing.
+        """Open the sink, undo an interrupted batch, and return the state that it serves; None if it serves none.
 
-        A second call is safe, and the way on after a failure. Blocks.
+        Idempotent; also called after a failure. Blocks.
 
         Raises
         ------
@@ -102,33 +102,33 @@ class RowSink(Protocol):
         """
 
     def begin(self, tables: Mapping[str, SinkTable], *, full: bool) -> None:
-        """Begin a batch; ``tables`` is every table of it. With ``full`` rows that it does not put are absent after it.
+        """Begin a batch of ``tables``. With ``full``, rows that it does not put are absent after it.
 
-        A feed that has nothing to push begins and aborts a batch from time to time, to learn whether either is so.
+        An idle feed begins and aborts a batch from time to time, to find errors.
 
         Raises
         ------
         StorageFailure
-            Also where the sink serves something else than was committed to it last, if it can tell; `open` tells what.
+            Also if the sink finds that it does not serve the last committed state; then `open` returns what it serves.
         Fenced
-            Another process opened the sink after this one; also from all that follow.
+            Another process opened the sink after this one; also raised by the methods below.
         """
 
     def put(self, table: str, row_ids: RowIds, values: Float32s) -> None:
-        """Give rows their values: ids int64 (n,), sorted and unique; values (n, dim) float32, not kept.
+        """Write rows: ids int64 (n,), sorted and unique; values (n, dim) float32, valid during the call.
 
         Raises
         ------
         StorageFailure, Fenced
         NonFiniteValues
-            A row cannot be what the sink stores; the batch has to be aborted.
+            A row cannot be stored; the batch must be aborted.
         """
 
     def delete(self, table: str, row_ids: RowIds) -> None:
-        """Make rows absent; those that are not there are no error."""
+        """Make rows absent; no error if they are."""
 
     def commit(self, state: SinkState) -> None:
-        """Show the batch as this state. After an error it may have landed: `open` tells.
+        """Make the batch visible as this state. After an error it may be visible: `open` returns what is.
 
         Raises
         ------
@@ -136,4 +136,4 @@ class RowSink(Protocol):
         """
 
     def abort(self) -> None:
-        """Drop the batch, if there is one; must not raise for a sink that is gone."""
+        """Drop the batch, if there is one; must not raise if the sink is unreachable."""

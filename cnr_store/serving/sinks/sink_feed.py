@@ -1,9 +1,9 @@
-"""Brings one sink to the version that its source shows, and keeps it there; a failing sink stops nobody else.
+"""Keeps one sink at the version of its source; an error of a sink does not affect others.
 
-A feed remembers *which* rows changed and takes their *values* from the source when it pushes, so a sink that is slow or
-away costs ids, not rows, and skips versions instead of queueing them. What makes that right: values are absolute, a
-batch shows nothing before its commit, and rows count as read only if they are of the version told last (`notice`): each
-later change of them will be told. Rows that change while a large batch is on its way are just written again in it.
+A feed stores *which* rows changed and reads their *values* from the source when it pushes. So a slow sink costs row
+ids, not rows, and skips versions. This is correct because values are absolute, a batch is visible only after its
+commit, and rows count as read only if they are of the last noticed version (`notice`): later changes of them come with
+later notices. Rows that change during a large batch are written again in it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,7 +30,7 @@ MOST_ROWS_AT_ONCE = 1 << 20
 """Changed rows that a feed reads in one piece, so that they are of one version whatever is published meanwhile."""
 
 CHECK_INTERVAL_S = 30.0
-"""So often the thread of an idle feed asks its sink whether it still shows what was pushed last."""
+"""Seconds after which an idle feed checks that its sink still serves what was pushed last."""
 
 MOST_WAITING_KEYS = 1 << 24
 """Changed keys of a hashed table that a feed remembers, 8 bytes each; beyond, the sink gets everything when it is back.
@@ -46,16 +47,16 @@ _FIRST_PAUSE_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class PushResult:
-    """What one push did.
+    """The result of one push.
 
     Attributes
     ----------
     state
-        What the sink shows now.
+        The state that the sink serves now.
     rows, deleted
-        Rows written and rows made absent; a row that changed during the push counts each time.
+        Number of rows written and made absent; a row that changed during the push counts each time.
     full
-        Whether everything was pushed.
+        Whether all rows were pushed.
     """
 
     state: SinkState
@@ -64,53 +65,53 @@ class PushResult:
     full: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SinkMetrics:
-    """How a sink is doing.
+    """State and counts of a sink. A feed counts in its own object, and returns copies.
 
     Attributes
     ----------
     name
-        The sink's.
+        The sink's name.
     version, published_version
-        What it shows, and what the source shows; None where there is nothing.
+        The version of the sink and of the source; None if it has none.
     behind_s
-        For how long it has not shown what the source shows; 0 while it does.
+        Seconds since the sink was last at the version of the source; 0 if it is.
     pushes, full_pushes, failures
-        Counts since the feed was made.
+        Counts since the feed was created.
     rows, deleted
         Sums over the pushes.
     error
-        What the last attempt failed with, if it failed.
+        The error of the last push, if it failed.
     is_fenced
-        Whether another process took the sink over: this feed pushes no more.
+        Whether another process opened the sink; then this feed pushes no more.
     """
 
     name: str
-    version: int | None
-    published_version: int | None
-    behind_s: float
-    pushes: int
-    full_pushes: int
-    failures: int
-    rows: int
-    deleted: int
-    error: CnrStoreError | None
-    is_fenced: bool
+    version: int | None = None
+    published_version: int | None = None
+    behind_s: float = 0.0
+    pushes: int = 0
+    full_pushes: int = 0
+    failures: int = 0
+    rows: int = 0
+    deleted: int = 0
+    error: CnrStoreError | None = None
+    is_fenced: bool = False
 
 
 class SinkFeed:
     """Drives one sink from one source.
 
     `notice` is for the source, after each version it publishes. `push` brings the sink up to date on the caller's
-    thread; `start` does so on a thread of its own, again and again, with growing pauses while the sink fails.
+    thread; `start` does so repeatedly on a thread, with growing pauses after failures.
 
     Parameters
     ----------
     source
         The loader.
     sink
-        Opened by the feed, and by nobody else as long as the feed is used.
+        Opened by the feed; nothing else may open it meanwhile.
     chunk_rows, most_rows_at_once
         See `CHUNK_ROWS` and `MOST_ROWS_AT_ONCE`; memory is about that many rows as float32.
     most_waiting_keys, check_interval_s
@@ -146,9 +147,7 @@ class SinkFeed:
         self._shown: SinkState | None = None
         self._attempt: _PushAttempt | None = None  # the batch on its way, or the one that failed
         self._behind_since: float | None = None
-        self._done = _PushCounts()
-        self._error: CnrStoreError | None = None
-        self._is_fenced = False
+        self._metrics = SinkMetrics(sink.name)
         self._stops = False
         self._failures = 0
         self._retry_at_s = 0.0
@@ -156,15 +155,15 @@ class SinkFeed:
         self._thread: Repeating | None = None
 
     def notice(self, published: Published, changed: Mapping[str, RowIds | None]) -> None:
-        """Tell that the source shows another version now, and which rows may differ from the one told before.
+        """Report that the source serves another version, and the rows that may differ from the last reported one.
 
-        Call it after lookups see the version, for each version in turn, rollbacks too. Returns at once; raises nothing.
+        Call it after lookups see the version, for each version in turn, also for rollbacks. Does not block or raise.
 
         Parameters
         ----------
         changed
-            By table the ids of rows that were added, changed or deleted, int64 (n,); None where they are not known:
-            the sink then gets everything. Tables that appear, vanish or change their width are such.
+            By table the ids of rows that were added, changed or deleted, int64 (n,); None if they are not known, also
+            for tables that appear, vanish or change their width: then the sink gets all rows.
         """
         with self._changed:
             before, self._published = self._published, published
@@ -184,22 +183,22 @@ class SinkFeed:
                 self._thread.wake()
 
     def push(self) -> PushResult | None:
-        """Bring the sink to what the source shows; None if it is there already, or the source shows nothing. Blocks.
+        """Bring the sink to the version of the source; return None if it has it, or the source has none. Blocks.
 
         Raises
         ------
         Fenced
-            Another process took the sink over; this feed is done for.
+            Another process opened the sink; this feed pushes no more.
         StorageFailure
-            The sink failed. What it shows is what it showed, or, after a lost reply, the new version whole; the next
-            push finds out.
+            The sink failed. It serves its former version, or, after a lost reply, the whole new one; the next push
+            finds out which.
         CnrStoreError
-            What the sink refuses, such as `NonFiniteValues`.
+            The sink refused rows, for example by `NonFiniteValues`.
         """
         return self._guarded(until_stop=False)
 
     def start(self) -> None:
-        """Keep the sink up to date on a daemon thread until `stop`; a second call does nothing."""
+        """Keep the sink up to date on a daemon thread until `stop`. Idempotent."""
         with self._changed:
             if self._thread is None:
                 self._stops = False
@@ -207,7 +206,7 @@ class SinkFeed:
                 self._thread = Repeating(self, SinkFeed._push_again, name=f"feed {self.sink.name}")
 
     def stop(self, timeout_s: float | None = 30.0) -> None:
-        """End the thread after the push it is at; a second call, or one without `start`, does nothing."""
+        """End the thread after its current push. Idempotent."""
         with self._changed:
             thread, self._thread = self._thread, None
             self._stops = True
@@ -216,30 +215,29 @@ class SinkFeed:
             thread.stop(timeout_s)
 
     def metrics(self) -> SinkMetrics:
-        """Return how the sink is doing; no I/O."""
+        """Return state and counts of the sink; no I/O."""
         with self._changed:
-            behind = 0.0 if self._behind_since is None else time.monotonic() - self._behind_since
-            return SinkMetrics(
-                self.sink.name, None if self._shown is None else self._shown.version,
-                None if self._published is None else self._published.state.version, behind, self._done.pushes,
-                self._done.full_pushes, self._done.failures, self._done.rows, self._done.deleted, self._error,
-                self._is_fenced,
-            )  # fmt: skip
+            return replace(
+                self._metrics,
+                version=None if self._shown is None else self._shown.version,
+                published_version=None if self._published is None else self._published.state.version,
+                behind_s=0.0 if self._behind_since is None else time.monotonic() - self._behind_since,
+            )
 
     def _push_again(self) -> float | None:
         """Push what is due, or ask an idle sink what it shows; return how long to rest, None where it is over."""
         now = time.monotonic()
         with self._changed:
-            if self._stops or self._is_fenced:
+            if self._stops or self._metrics.is_fenced:
                 return None
-            if now < self._retry_at_s:  # whatever is told meanwhile
+            if now < self._retry_at_s:
                 return self._retry_at_s - now
-            is_due = self._error is not None or not self._is_current()
+            is_due = self._metrics.error is not None or not self._is_current()
             if not is_due and now < self._check_at_s:
                 return self._check_at_s - now
         try:
             self._guarded(until_stop=True, checks=not is_due)
-        except CnrStoreError:  # told by metrics(); serving goes on, and the next attempt opens the sink anew
+        except CnrStoreError:  # in metrics(); serving continues, and the next attempt opens the sink again
             self._failures += 1
             # Jitter: the sinks of a hundred servers must not come back to a cache in step.
             rest_s = pause_s(_FIRST_PAUSE_S / 2, self._failures, random.random())
@@ -247,7 +245,7 @@ class SinkFeed:
             return rest_s
         self._failures, self._retry_at_s = 0, 0.0
         self._check_at_s = time.monotonic() + self._check_interval_s
-        return 0.0  # something may have been told behind the push
+        return 0.0  # there may be a newer notice
 
     def _is_current(self) -> bool:
         return self._published is None or (self._is_open and self._shown == self._published.state)
@@ -259,7 +257,7 @@ class SinkFeed:
         asked whether it is.
         """
         with self._pushing:
-            if self._is_fenced:
+            if self._metrics.is_fenced:
                 raise Fenced(f"another process took {self.sink.name} over; make a new feed to take it back")
             try:
                 if checks:
@@ -277,7 +275,7 @@ class SinkFeed:
                 self._fail(failure)
                 raise failure from error
             with self._changed:
-                self._error = None
+                self._metrics.error = None
             return result
 
     def _check(self) -> None:
@@ -310,7 +308,10 @@ class SinkFeed:
             self.sink.commit(attempt.state)
             with self._changed:
                 self._shown, self._attempt = attempt.state, None
-                self._done.add(attempt)
+                self._metrics.pushes += 1
+                self._metrics.full_pushes += attempt.full
+                self._metrics.rows += attempt.rows
+                self._metrics.deleted += attempt.deleted
                 self._behind_since = None if self._is_current() else attempt.taken_at
             return PushResult(attempt.state, attempt.rows, attempt.deleted, attempt.full)
         raise StorageFailure(f"the tables for {self.sink.name} changed {_RESTARTS} times while they were pushed")
@@ -324,7 +325,7 @@ class SinkFeed:
             self._published = self._published or published
             published, attempt, self._attempt = self._published, self._attempt, None
             if attempt is not None and held is not None and held == attempt.state:
-                self._shown, self._is_open = held, True  # the commit had landed: what is due came after it
+                self._shown, self._is_open = held, True  # the commit succeeded: what is due came after it
                 return
             if attempt is not None and held is not None and held == self._shown:
                 self._due.everything |= attempt.full
@@ -333,7 +334,7 @@ class SinkFeed:
                 self._is_open = True
                 return
             self._shown = held
-            # What was told until now is in what the source says next; what is told from here on adds to it.
+            # `changed_since` includes all notices until now; later notices add to it.
             self._due = _Due()
             if published is None:
                 return
@@ -358,7 +359,7 @@ class SinkFeed:
                     self._put(attempt, self._read(attempt, {table: chunk})[0])
         while True:
             # A batch that is written for long would otherwise be chased by new versions: what is left is read at once.
-            changed, told = self._take(attempt)
+            changed, notice = self._take(attempt)
             if _count(changed) > self._most_rows_at_once and attempt.chases < _CHASES:
                 attempt.chases += 1
                 for piece in _pieces(changed, self._chunk_rows):
@@ -368,25 +369,25 @@ class SinkFeed:
             while changed:
                 rows, seen = self._read(attempt, changed)
                 pieces.append(rows)
-                if seen.notices == told.notices:
+                if seen.notices == notice.notices:
                     break
-                changed, told = self._take(attempt)
+                changed, notice = self._take(attempt)
             for rows in pieces:
                 self._put(attempt, rows)
-            return told.state
+            return notice.state
 
     def _take(self, attempt: _PushAttempt) -> tuple[dict[str, RowIds], _Notice]:
         """Take what is due, and which state it leads to."""
         with self._changed:
-            told = self._told(attempt)
+            notice = self._last_notice(attempt)
             changed = self._due.joined()
             self._due = _Due()
             attempt.taken.append(changed)
             attempt.taken_at = time.monotonic()
-            return changed, told
+            return changed, notice
 
-    def _told(self, attempt: _PushAttempt) -> _Notice:
-        """What was told last, while the lock is held; ends the batch if that is of other tables than the batch."""
+    def _last_notice(self, attempt: _PushAttempt) -> _Notice:
+        """Return the last notice; end the batch if its tables differ from the batch's. The caller holds the lock."""
         assert self._published is not None
         if self._due.everything or self._published.tables != attempt.tables:
             self._due.everything = True
@@ -401,30 +402,30 @@ class SinkFeed:
             raise
 
     def _read(self, attempt: _PushAttempt, row_ids: Mapping[str, RowIds]) -> tuple[_Rows, _Notice]:
-        """Read rows as they are in the state told last, so that every later change of them will be told, or was."""
+        """Read rows of the last noticed state, so that all later changes of them come with later notices."""
         deadline = time.monotonic() + _NOTICE_TIMEOUT_S
         while True:
             with self._changed:
-                told = self._told(attempt)
+                notice = self._last_notice(attempt)
             try:
                 found = self._source.read_rows(row_ids)
             except TableNotFound:
                 self._await_other_tables(attempt)
                 raise
-            if found.version == told.state.version:
-                return _Rows(row_ids, found), told
+            if found.version == notice.state.version:
+                return _Rows(row_ids, found), notice
             with self._changed:
-                # The source shows a version that it has not told yet.
+                # The source serves a version without a notice so far.
                 left_s = deadline - time.monotonic()
-                if not self._changed.wait_for(partial(self._has_told_after, told), left_s):
+                if not self._changed.wait_for(partial(self._has_notice_after, notice), left_s):
                     raise StorageFailure(
-                        f"the source of {self.sink.name} shows version {found.version}, and told of none after "
-                        f"{told.state.version}: call notice() after each version",
-                        version=found.version, expected=told.state.version, found=found.version,
+                        f"the source of {self.sink.name} serves version {found.version}, and gave no notice after "
+                        f"{notice.state.version}: call notice() after each version",
+                        version=found.version, expected=notice.state.version, found=found.version,
                     )  # fmt: skip
 
     def _await_other_tables(self, attempt: _PushAttempt) -> None:
-        """Wait until a version without a table of the batch is told too; that ends the batch."""
+        """Wait for the notice of a version without a table of the batch; that ends the batch."""
         with self._changed:
             if self._changed.wait_for(partial(self._has_other_tables, attempt), _NOTICE_TIMEOUT_S):
                 self._due.everything = True
@@ -433,8 +434,8 @@ class SinkFeed:
     def _has_other_tables(self, attempt: _PushAttempt) -> bool:
         return self._published is not None and self._published.tables != attempt.tables
 
-    def _has_told_after(self, told: _Notice) -> bool:
-        return self._notices > told.notices
+    def _has_notice_after(self, notice: _Notice) -> bool:
+        return self._notices > notice.notices
 
     def _put(self, attempt: _PushAttempt, rows: _Rows) -> None:
         if attempt.until_stop and self._stops:
@@ -453,13 +454,13 @@ class SinkFeed:
 
     def _fail(self, error: CnrStoreError) -> None:
         with self._changed:
-            self._done.failures += 1
-            self._error = error
-            self._is_fenced = isinstance(error, Fenced)
+            self._metrics.failures += 1
+            self._metrics.error = error
+            self._metrics.is_fenced = isinstance(error, Fenced)
         self._give_up()
 
     def _give_up(self) -> None:
-        self._is_open = False  # the next attempt opens the sink, which tells what it has
+        self._is_open = False  # the next attempt opens the sink, which returns its state
         try:
             self.sink.abort()
         except Exception:  # noqa: BLE001 - the push has ended already; `open` undoes what is left
@@ -471,46 +472,44 @@ class _Stopped(Exception):
 
 
 class _TablesChanged(Exception):
-    """The batch has to begin anew, as a full one."""
+    """The batch has to be started again, as a full one."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Notice:
-    """How many notices there were, and the state of the last."""
+class _Notice(NamedTuple):
+    """The number of notices so far, and the state of the last one."""
 
     notices: int
     state: SinkState
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
+class _Rows(NamedTuple):
     row_ids: Mapping[str, RowIds]
     found: SourceRows
 
 
 @dataclass(slots=True)
 class _Due:
-    """Rows that the sink lacks, as they were told; with ``everything`` the ids do not matter."""
+    """Rows that the sink lacks, by the notices; with ``everything`` it lacks all."""
 
     everything: bool = False
-    told: dict[str, list[RowIds]] = field(default_factory=dict)
+    row_ids: dict[str, list[RowIds]] = field(default_factory=dict)
 
     def add(self, changed: Mapping[str, RowIds | None]) -> None:
         for table, row_ids in changed.items():
             if row_ids is not None and len(row_ids) and not self.everything:
-                waiting = self.told.setdefault(table, [])
+                waiting = self.row_ids.setdefault(table, [])
                 waiting.append(np.array(row_ids, np.int64))
                 if len(waiting) > _MOST_WAITING:  # a sink that is away for long costs the ids once
-                    self.told[table] = [np.unique(np.concatenate(waiting))]
+                    self.row_ids[table] = [np.unique(np.concatenate(waiting))]
         if self.everything:
-            self.told.clear()
+            self.row_ids.clear()
 
     def count(self, table: str) -> int:
-        """How many rows of a table are remembered; one that was told again since they were joined counts twice."""
-        return sum(map(len, self.told.get(table, ())))
+        """Return the number of remembered rows of a table; a repeated row may count twice."""
+        return sum(map(len, self.row_ids.get(table, ())))
 
     def joined(self) -> dict[str, RowIds]:
-        return {table: np.unique(np.concatenate(waiting)) for table, waiting in self.told.items()}
+        return {table: np.unique(np.concatenate(waiting)) for table, waiting in self.row_ids.items()}
 
 
 @dataclass(slots=True)
@@ -526,21 +525,6 @@ class _PushAttempt:
     chases: int = 0
     rows: int = 0
     deleted: int = 0
-
-
-@dataclass(slots=True)
-class _PushCounts:
-    pushes: int = 0
-    full_pushes: int = 0
-    failures: int = 0
-    rows: int = 0
-    deleted: int = 0
-
-    def add(self, attempt: _PushAttempt) -> None:
-        self.pushes += 1
-        self.full_pushes += attempt.full
-        self.rows += attempt.rows
-        self.deleted += attempt.deleted
 
 
 def _count(changed: Mapping[str, RowIds]) -> int:

@@ -1,4 +1,4 @@
-"""Rows as the bytes that a sink stores: little-endian floats, or fused codes. Pure; refuses what does not fit."""
+"""Converts rows to the bytes that a sink stores: little-endian floats, or fused codes. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.errors import BadInput, BadShape, NonFiniteValues
-from cnr_store.serving.rows.fused_kernels import fuse_rows_4bit, fuse_rows_8bit, fused_row_bytes
-from cnr_store.serving.rows.fused_reference import values_of_rows
+from cnr_store.serving.rows.fused_kernels import fuse_rows_4bit, fuse_rows_8bit, fused_row_bytes, values_of_rows
 from cnr_store.types import Float32s, RowIds
 
 StoredAs = Literal["float32", "float16", "bfloat16", "int8", "int4"]

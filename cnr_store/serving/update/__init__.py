@@ -1,1 +1,1 @@
-"""How held rows become those of another version: what differs is decided from records, read, and put beside them."""
+"""Updates of served tables: records decide which rows can differ; those are read and become an overlay."""

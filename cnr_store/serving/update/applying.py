@@ -1,8 +1,8 @@
-"""Put one delta segment on a consumer's own copy of a table: the changed rows, as they are held, as an overlay.
+"""Applies one delta segment to a served table; the result is an overlay of the changed rows.
 
-Where all parts of the segment have the table's whole width, threads decode chunks and write them straight to the
-overlay's rows, differences added to what is held in the same pass. Parts that are cut by columns go through `Replay`
-over the union of their rows, which is the definition. Slots are not read. Nothing that is served is changed.
+If all parts of the segment have the table's whole width, threads decode chunks directly into the overlay and add the
+differences to the served rows in the same pass. Parts with fewer columns go through `Replay` over the union of their
+rows, which is the definition. Slots are not read. Served rows are not changed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from cnr_store.serving.rows.memory import ANONYMOUS, Memory
 from cnr_store.serving.rows.served_table import Overlay, RowKind, ServedTable
 from cnr_store.serving.rows.shards import HashShard, meets_shard, rows_in_shard
 from cnr_store.serving.update.adding import LARGEST_CODE, add_to_codes, add_to_values
-from cnr_store.serving.update.content import CodesTooWide, escapes_after, serve
+from cnr_store.serving.update.content import CodesTooWide, escapes_after, in_two_lists, serve
 from cnr_store.types import Lattice, RowIds
 
 _INLINE = Inline()
@@ -48,37 +48,37 @@ _INLINE = Inline()
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What a segment made of a table.
+    """The changes of a table by one segment.
 
     Attributes
     ----------
     overlay
-        Its rows after the segment, to be read over what is held now.
+        The changed rows after the segment.
     escapes
-        All escape rows of the table after it; only where codes are held.
+        All exact rows of the table after it; only if codes are kept.
     unsure
-        Rows of the overlay (sorted) whose content is not known from what was held: a difference came to a row that is
-        absent or escaped, or a row is in another state in some of its columns. The version's own chain tells, and
-        whether it is damage. They are marked `ESCAPED`, so that no later difference is added to them.
+        Rows of the overlay (sorted) that cannot be computed from the served ones: a difference to an absent or exact
+        row, or a row with different states in its columns. They are read from the version's chain, which also shows
+        damage. They are marked `ESCAPED`, so that no later difference is added to them.
     """
 
     overlay: Overlay
     escapes: EscapeRows
-    unsure: RowIds
+    unknown: RowIds
 
 
 def apply_segment(
     reader: ChunkReader, served: ServedTable, workers: Workers, *, memory: Memory = ANONYMOUS, reference: bool = False
 ) -> Applied:
-    """Return what a delta segment changes in the shard of a table that is held. Blocks; changes nothing.
+    """Return the changes of a served table, or shard, by a delta segment. Blocks; changes nothing.
 
     Parameters
     ----------
     reader
-        The segment. Its table is as many rows as ``served`` where rows are held by position, of the same generation,
-        and its codes are of the same unit where codes are held.
+        The segment. Its table has the generation of ``served``, its number of rows if rows are found by position, and
+        its scale if codes are kept.
     reference
-        Take the plain way, `Replay` over the union of rows, whatever the parts are.
+        Use `Replay` over the union of rows, whatever the parts are.
 
     Raises
     ------
@@ -86,11 +86,11 @@ def apply_segment(
     NonFiniteValues
         A row that is not finite has no int8 form.
     CodesTooWide
-        Codes are held in int16, and no longer fit it.
+        Codes are kept as int16, and no longer fit.
     """
-    held = served.held
+    base = served.base
     schema = reader.manifest.tables[served.name]
-    start, stop = (held.start, held.stop) if held.index is None else (0, schema.num_rows)
+    start, stop = (base.start, base.stop) if base.index is None else (0, schema.num_rows)
     plan = plan_table([reader.manifest], served.name, start, stop)
     with memory.attempt():
         if _is_whole(plan) and not reference:
@@ -98,29 +98,29 @@ def apply_segment(
         return _apply_by_replay(reader, plan, served, workers, memory)
 
 
-def check_base(parts: Sequence[PartEntry], table: str, stated: int | None, segment: str) -> None:
-    """Refuse a segment that says it starts from another state of a table than the one held. Pure.
+def check_base(parts: Sequence[PartEntry], table: str, recorded: int | None, segment: str) -> None:
+    """Refuse a segment that starts from another state of a table than the present one. Pure.
 
     Parameters
     ----------
     parts
         The segment's.
-    stated
-        The state digest that the last segment of the state held names for the whole table, None if none.
+    recorded
+        The present state's digest of the whole table, None if it has none.
 
     Raises
     ------
     CorruptStore
     """
     mine = [part.base_digest for part in parts if part.table == table]
-    if stated is None or not mine or None in mine:
+    if recorded is None or not mine or None in mine:
         return
     base = sum(int(digest or "0", 16) for digest in mine) % (1 << 64)
-    if base != stated:
+    if base != recorded:
         raise CorruptStore(
             f"segment {segment} starts from state digest {base:016x} of table {table!r}, the state that it is put on "
-            f"has {stated:016x}: it belongs to another chain; run `cnr verify`",
-            table=table, expected=f"{stated:016x}", found=f"{base:016x}",
+            f"has {recorded:016x}: it belongs to another chain; run `cnr verify`",
+            table=table, expected=f"{recorded:016x}", found=f"{base:016x}",
         )  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def _is_whole(plan: TablePlan) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _PlacedChunk:
-    """A chunk's rows in the overlay: positions [start, stop). ``ids`` and where in the chunk they are, if not all."""
+    """A chunk's rows in the overlay: positions [start, stop); ``ids`` and their positions in the chunk, if not all."""
 
     step: Step
     start: int
@@ -141,7 +141,7 @@ class _PlacedChunk:
 
 
 class _Application:
-    """One segment put on one table, chunk by chunk on threads."""
+    """One segment applied to one table, chunk by chunk on threads."""
 
     def __init__(
         self, reader: ChunkReader, plan: TablePlan, served: ServedTable, workers: Workers, memory: Memory
@@ -156,7 +156,7 @@ class _Application:
         self._chunks = self._selected()
         count = self._chunks[-1].stop if self._chunks else 0
         self._overlay = Overlay.allocate(
-            plan.table, plan.schema, count, self._kind.width, served.held.rows.dtype, memory
+            plan.table, plan.schema, count, self._kind.width, served.base.rows.dtype, memory
         )
 
     def run(self) -> Applied:
@@ -165,19 +165,19 @@ class _Application:
         found = self._workers.run(partial(self._apply, chunk) for chunk in self._chunks)
         duplicate = overlay.fill_index()
         if duplicate >= 0:
-            raise _in_two_lists(self._plan, self._reader, int(overlay.ids[duplicate]))
-        unsure = np.sort(np.concatenate([np.empty(0, np.int64), *(rows for rows, _ in found)]))
+            raise in_two_lists(self._plan, self._reader, int(overlay.ids[duplicate]))
+        unknown = np.sort(np.concatenate([np.empty(0, np.int64), *(rows for rows, _ in found)]))
         exact = [(rows, values) for _, (rows, values) in found if len(rows)]
-        return Applied(overlay, escapes_after(self._served, overlay, exact), unsure)
+        return Applied(overlay, escapes_after(self._served, overlay, exact), unknown)
 
     def _selected(self) -> list[_PlacedChunk]:
-        """The chunks that hold rows of the shard, and where their rows go; reads ids where not all rows count."""
-        shard, held = self._served.held.shard, self._served.held
+        """Return the chunks with rows of the shard, and where their rows go; reads ids if not all rows are in it."""
+        shard, base = self._served.base.shard, self._served.base
         steps = [step for batch in self._plan.batches for step in batch.steps]
         steps = [step for step in steps if meets_shard(shard, step.first, step.last)]
 
         def ids_of(step: Step) -> tuple[RowIds, RowIds] | None:
-            is_inside = held.index is None and held.start <= step.first and step.last < held.stop
+            is_inside = base.index is None and base.start <= step.first and step.last < base.stop
             if shard is None or (is_inside and not isinstance(shard, HashShard)):
                 return None
             rows = self._reader.read_rows(step.row_list, step.chunk, Scratch())
@@ -194,7 +194,7 @@ class _Application:
         return chunks
 
     def _apply(self, chunk: _PlacedChunk) -> tuple[RowIds, tuple[RowIds, Array]]:
-        """Write a chunk's rows; returns the rows that it could not know, and escape rows with their floats."""
+        """Write a chunk's rows; return the unknown ones, and exact rows with their floats."""
         step, into = chunk.step, slice(chunk.start, chunk.stop)
         ids, rows, status = self._overlay.ids[into], self._overlay.rows[into], self._overlay.status[into]
         if chunk.ids is None:
@@ -218,15 +218,15 @@ class _Application:
         if step.operation == "set":
             self._set(values, rows, step)
             return none, (none, rows)
-        held = self._served.held
-        if held.index is None and self._served.overlay is None:
+        base = self._served.base
+        if base.index is None and self._served.overlay is None:
             return self._add(ids, values, rows, status, step), (none, rows)
         # Rows that are found by key are gathered first, as many as stay in the cache.
-        unsure = [
+        unknown = [
             self._add(ids[low:high], values[low:high], rows[low:high], status[low:high], step)
             for low, high in _blocks(len(ids))
         ]
-        return np.concatenate([none, *unsure]), (none, rows)
+        return np.concatenate([none, *unknown]), (none, rows)
 
     def _set(self, values: Array, rows: Array, step: Step) -> None:
         kind = self._kind
@@ -241,30 +241,30 @@ class _Application:
                 serve(kind, floats, rows[low:high], self._plan.table, 0, _INLINE)
 
     def _add(self, ids: RowIds, values: Array, rows: Array, status: Array, step: Step) -> RowIds:
-        """Write held rows with differences added to them to ``rows``; returns rows to which nothing can be added."""
+        """Add differences to served rows, and write them to ``rows``; return rows to which nothing can be added."""
         source, positions, before = self._before(ids)
         if before is None or not before.any():
-            self._move(source, positions, values, rows, step)
+            self._add_differences(source, positions, values, rows, step)
             return ids[:0]
         at = np.flatnonzero(before == CODED)
-        moved = np.empty((len(at), rows.shape[1]), rows.dtype)
-        self._move(source, positions[at], np.ascontiguousarray(values[at]), moved, step)
-        rows[at] = moved
+        added = np.empty((len(at), rows.shape[1]), rows.dtype)
+        self._add_differences(source, positions[at], np.ascontiguousarray(values[at]), added, step)
+        rows[at] = added
         unknown = before != CODED
         status[unknown] = ESCAPED
         return np.asarray(ids[unknown], np.int64)
 
     def _before(self, ids: RowIds) -> tuple[Array, RowIds, npt.NDArray[np.uint8] | None]:
-        """Where sorted rows are held: an array, positions in it, and their status (None: all are coded)."""
-        held = self._served.held
-        if held.index is None and self._served.overlay is None:
-            if ids[0] < held.start or ids[-1] >= held.stop:
-                raise self._outside(int(ids[0] if ids[0] < held.start else ids[-1]))
-            positions = ids - held.start
-            return held.rows, positions, None if held.status is None else held.status[positions]
-        source = self._engine.scratch("before").take((len(ids), held.rows.shape[1]), held.rows.dtype)
+        """Return where sorted rows are: an array, positions in it, and their status (None: all are coded)."""
+        base = self._served.base
+        if base.index is None and self._served.overlay is None:
+            if ids[0] < base.start or ids[-1] >= base.stop:
+                raise self._outside(int(ids[0] if ids[0] < base.start else ids[-1]))
+            positions = ids - base.start
+            return base.rows, positions, None if base.status is None else base.status[positions]
+        source = self._engine.scratch("before").take((len(ids), base.rows.shape[1]), base.rows.dtype)
         try:
-            before = self._served.gather_held(ids, source)
+            before = self._served.gather_stored(ids, source)
         except BadRowIds as error:
             raise self._outside(int(error.found)) from error
         return source, np.arange(len(ids), dtype=np.int64), before
@@ -276,7 +276,7 @@ class _Application:
             table=self._plan.table, found=row,
         )  # fmt: skip
 
-    def _move(self, source: Array, positions: RowIds, values: Array, rows: Array, step: Step) -> None:
+    def _add_differences(self, source: Array, positions: RowIds, values: Array, rows: Array, step: Step) -> None:
         if not self._spec.is_additive:
             self._set(values, rows, step)
         elif self._kind.holds == "codes":
@@ -300,40 +300,33 @@ def _blocks(count: int) -> list[tuple[int, int]]:
     return [(low, min(low + BLOCK_ROWS, count)) for low in range(0, count, BLOCK_ROWS)]
 
 
-def _in_two_lists(plan: TablePlan, reader: ChunkReader, row: int) -> CorruptStore:
-    return CorruptStore(
-        f"row {row} of table {plan.table!r} stands in two row lists of segment {reader.name}; run `cnr verify`",
-        table=plan.table, found=row,
-    )  # fmt: skip
-
-
 def _apply_by_replay(
     reader: ChunkReader, plan: TablePlan, served: ServedTable, workers: Workers, memory: Memory
 ) -> Applied:
-    """The definition: the codes of all rows that the segment names, moved by `Replay`, interval by interval."""
-    kind, held = served.kind, served.held
+    """The definition: `Replay` changes the codes of all rows that the segment lists, interval by interval."""
+    kind, base = served.kind, served.base
     steps = [step for batch in plan.batches for step in batch.steps]
     named = [reader.read_rows(step.row_list, step.chunk, Scratch()).copy() for step in steps]
-    rows = rows_in_shard(held.shard, np.unique(np.concatenate([np.empty(0, np.int64), *named])))
-    if held.index is None:
-        rows = rows[(rows >= held.start) & (rows < held.stop)]
-    overlay = Overlay.allocate(plan.table, plan.schema, len(rows), kind.width, held.rows.dtype, memory)
+    rows = rows_in_shard(base.shard, np.unique(np.concatenate([np.empty(0, np.int64), *named])))
+    if base.index is None:
+        rows = rows[(rows >= base.start) & (rows < base.stop)]
+    overlay = Overlay.allocate(plan.table, plan.schema, len(rows), kind.width, base.rows.dtype, memory)
     overlay.ids[...] = rows
     overlay.fill_index()
-    before = served.gather_held(rows, overlay.rows)
+    before = served.gather_stored(rows, overlay.rows)
     known = _codes_of(array_specs(plan.schema)["codes"], kind, overlay.rows, before)
-    moved = [_moved(reader, piece, rows, known, before, workers) for piece in by_columns(plan)]
-    states = np.array([one.states for one in moved])
-    touched = np.array([one.touched for one in moved])
+    added = [_replayed(reader, piece, rows, known, before, workers) for piece in by_columns(plan)]
+    states = np.array([one.states for one in added])
+    touched = np.array([one.touched for one in added])
     is_same = (states == states[0]).all(axis=0)
     is_known = is_same & (states[0] != ADDED) & ((states[0] != ESCAPED) | touched.all(axis=0))
-    if kind.served == "int8" and len(moved) > 1:
+    if kind.served == "int8" and len(added) > 1:
         is_known &= states[0] == ABSENT  # a fused row is of all its columns
     coded, escaped = is_known & (states[0] == CODED), is_known & (states[0] == ESCAPED)
-    for one in moved:
+    for one in added:
         _put_interval(overlay, kind, plan, one, np.flatnonzero(coded & one.touched))
     overlay.status[...] = np.where(is_known, states[0], ESCAPED)
-    exact = np.hstack([one.exact for one in moved])[escaped]
+    exact = np.hstack([one.exact for one in added])[escaped]
     if kind.holds == "values":
         exact_rows = np.empty((len(exact), kind.width), overlay.rows.dtype)
         serve(kind, exact, exact_rows, plan.table, 0, workers)
@@ -343,7 +336,7 @@ def _apply_by_replay(
 
 @dataclass(frozen=True, slots=True)
 class _ColumnRows:
-    """One column interval of the rows after a segment; ``touched`` says of which rows it named these columns."""
+    """One column interval of the rows after a segment; ``touched`` marks the rows whose columns it lists."""
 
     codes: TableCodes
     touched: npt.NDArray[np.bool_]
@@ -351,7 +344,7 @@ class _ColumnRows:
     exact: Array
 
 
-def _moved(
+def _replayed(
     reader: ChunkReader, piece: TablePlan, rows: RowIds, known: Array, before: Array, workers: Workers
 ) -> _ColumnRows:
     low, high = piece.columns
@@ -371,7 +364,7 @@ def _moved(
 
 
 def _put_interval(overlay: Overlay, kind: RowKind, plan: TablePlan, one: _ColumnRows, at: RowIds) -> None:
-    """Write the columns of an interval of coded rows, as they are held."""
+    """Write the columns of an interval of coded rows, in the form in which they are kept."""
     low, high = one.codes.columns
     spec, codes = one.codes.specs["codes"], one.codes.arrays["codes"][at]
     if kind.holds == "codes":
@@ -396,7 +389,7 @@ def _put_interval(overlay: Overlay, kind: RowKind, plan: TablePlan, one: _Column
 
 
 def _codes_of(spec: ArraySpec, kind: RowKind, rows: Array, status: Array) -> Array:
-    """The codes of held rows, (n, dim); zeros for rows that are not coded, and where no code is ever added to."""
+    """Return the codes of served rows, (n, dim); zeros for rows that are not coded, and if nothing is ever added."""
     codes = np.zeros((len(rows), kind.dim), spec.memory_dtype)
     coded = np.ascontiguousarray(rows[status == CODED])
     if not spec.is_additive:

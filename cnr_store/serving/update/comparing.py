@@ -1,7 +1,7 @@
-"""Find what differs between a consumer's own copy of a table and a version, where no delta says it; blocks.
+"""Finds the rows in which a served table differs from a version when no delta gives them; blocks.
 
-What is compared is content as it is held, bit for bit, and each row's status, so the result is right whatever happened
-in between: rollbacks, new baselines, compactions, segments that are gone.
+Rows are compared as they are served, bit by bit, with their status. So the result is right after rollbacks, new
+baselines, compactions, and deletions of segments.
 """
 
 from __future__ import annotations
@@ -16,41 +16,39 @@ import numpy.typing as npt
 from cnr_store.format.records import TableSchema
 from cnr_store.read.plan import plan_table
 from cnr_store.read.replay import ChunkReader, matching
-from cnr_store.read.table_reader import read_codes, rows_since
 from cnr_store.runtime.threads import Workers, blocks
 from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, Array, EscapeRows
-from cnr_store.segment.reader import SegmentReader
 from cnr_store.serving.rows import gather
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
-from cnr_store.serving.rows.served_table import HeldTable, Overlay, RowKind, ServedTable
-from cnr_store.serving.rows.shards import dense_range, is_in_shard, rows_in_shard
-from cnr_store.serving.update.content import CodesTooWide, Content, ContentBuilder, escapes_after, read_content
-from cnr_store.serving.update.keys import KeyedRows, newest_rows
+from cnr_store.serving.rows.served_table import BaseTable, Overlay, RowKind, ServedTable
+from cnr_store.serving.rows.shards import dense_range
+from cnr_store.serving.update.content import CodesTooWide, Content, escapes_after, read_content
+from cnr_store.serving.update.keys import newest_rows, read_shard
 from cnr_store.serving.update.loading import load_table
 from cnr_store.types import RowIds, RowRange
 
 READ_BYTES = 32 * 1024 * 1024
-"""Codes of rows that are read again at once; as much again of floats, and of rows that are held, is in memory."""
+"""Bytes of codes that are read at once; floats and served rows take as much again each."""
 
 COMPARED_ROWS = 1 << 16
 
 LEAST_LIMIT = 1024
-"""A table where fewer rows differ is never loaded anew for that."""
+"""A table with fewer differing rows is never loaded again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What makes the copy that is held the version: an overlay, or the table anew.
+    """The changes from a served table to a version: an overlay, or a new table.
 
     Attributes
     ----------
     change
-        An overlay to be read over what is held, or a table that replaces it.
+        An overlay for the served table, or a table that replaces it.
     escapes
-        All escape rows of the version; only where codes are held.
+        All exact rows of the version; only if codes are kept.
     """
 
-    change: Overlay | HeldTable
+    change: Overlay | BaseTable
     escapes: EscapeRows
 
 
@@ -62,16 +60,16 @@ def reread_rows(
     *,
     memory: Memory = ANONYMOUS,
 ) -> Difference:
-    """Return an overlay of ``rows`` (sorted, unique, of the shard) as the chain's last segment leaves them; blocks.
+    """Return an overlay of ``rows`` (sorted, unique, of the shard) as of the chain's last segment; blocks.
 
-    Rows that the version does not have become absent. The table has as many rows as ``served`` where rows are held by
-    position. Memory: the overlay, and three times `READ_BYTES`.
+    Rows that the version does not have become absent. If rows are found by position, the table has as many as
+    ``served``. Memory: the overlay, and three times `READ_BYTES`.
 
     Raises
     ------
     CorruptStore, CorruptObject, MissingObject, NonFiniteValues
     CodesTooWide
-        Codes are held in int16, and no longer fit it.
+        Codes are kept as int16, and no longer fit.
     """
     kind, schema = served.kind, readers[-1].manifest.tables[served.name]
     found = _Differing(served, workers)
@@ -79,16 +77,16 @@ def reread_rows(
         if schema.keys == "hashed":
             plan = plan_table([reader.manifest for reader in readers], served.name)
             missing = np.ones(len(rows), np.bool_)
-            for one in newest_rows(
-                readers, plan, kind, workers, shard=served.held.shard, wanted=rows, dtype=served.held.rows.dtype
+            for keys, content in newest_rows(
+                readers, plan, kind, workers, shard=served.base.shard, wanted=rows, dtype=served.base.rows.dtype
             ):
-                found.put_keyed(one)
-                missing[np.searchsorted(rows, one.keys)] = False
+                found.put(keys, content)
+                missing[np.searchsorted(rows, keys)] = False
             found.put_absent(rows[missing])
         else:
             for low, high in blocks(len(rows), max(1, READ_BYTES // (4 * kind.dim))):
                 part = rows[low:high]
-                content = read_content(readers, served.name, part, kind, workers, dtype=served.held.rows.dtype)
+                content = read_content(readers, served.name, part, kind, workers, dtype=served.base.rows.dtype)
                 found.put(part, content)
         return found.difference(schema, memory)
 
@@ -96,46 +94,44 @@ def reread_rows(
 def compare_table(
     readers: Sequence[ChunkReader], served: ServedTable, kind: RowKind, workers: Workers, *, memory: Memory = ANONYMOUS
 ) -> Difference:
-    """Return what makes the copy that is held the state of the chain's last segment, having read all of it; blocks.
+    """Return the changes from a served table to the state of the chain's last segment; reads all of it. Blocks.
 
-    Where more than half of the rows differ, or rows are held in another way (``kind`` is that of the version), or other
-    rows by position, the table is loaded anew, beside the one held.
+    If more than half of the rows differ, or they are kept in another form (``kind`` is the version's) or at other
+    positions, the table is loaded again, next to the present one.
 
-    Memory: what differs, and a window of the table (`restore.WINDOW_BYTES` of codes, and the same of floats).
+    Memory: the rows that differ, and a window of the table (`table_reader.WINDOW_BYTES` of codes, and as much of
+    floats).
 
     Raises
     ------
     TableNotFound, CorruptStore, CorruptObject, MissingObject, NonFiniteValues
     """
-    held = served.held
+    base = served.base
     schema = readers[-1].manifest.tables[served.name]
-    if kind == served.kind and schema.keys == served.schema.keys and not has_other_rows(held, schema):
-        found = _Differing(served, workers, limit=max(LEAST_LIMIT, held.num_rows // 2))
+    if kind == served.kind and schema.keys == served.schema.keys and not has_other_rows(base, schema):
+        found = _Differing(served, workers, limit=max(LEAST_LIMIT, base.num_rows // 2))
         try:
             with memory.attempt():
-                if schema.keys == "hashed":
-                    _compare_hashed(readers, served, workers, found)
-                else:
-                    _compare_dense(readers, served, workers, found)
+                _compare(readers, served, workers, found)
                 return found.difference(schema, memory)
         except (CodesTooWide, _TooMany):
             del found  # half of the table, which is no longer wanted
-    anew = load_table(readers, served.name, kind, workers, shard=held.shard, memory=memory)
-    return Difference(anew.held, anew.escapes)
+    anew = load_table(readers, served.name, kind, workers, shard=base.shard, memory=memory)
+    return Difference(anew.base, anew.escapes)
 
 
-def has_other_rows(held: HeldTable, schema: TableSchema) -> bool:
-    """Return whether a table of ``schema`` has other rows at the positions that are held than it had. Pure."""
-    return not held.is_keyed and dense_range(held.shard, schema.num_rows) != RowRange(held.start, held.stop)
+def has_other_rows(base: BaseTable, schema: TableSchema) -> bool:
+    """Return whether a table of ``schema`` has other rows at its positions than ``base``. Pure."""
+    return not base.is_keyed and dense_range(base.shard, schema.num_rows) != RowRange(base.start, base.stop)
 
 
 class _TooMany(Exception):
-    """So many rows differ that the table is better loaded anew."""
+    """So many rows differ that loading the table is cheaper."""
 
 
 @dataclass(slots=True)
 class _Differing:
-    """Collects the rows of a version that are not what is held."""
+    """Collects the rows of a version that differ from the served ones."""
 
     served: ServedTable
     workers: Workers
@@ -147,7 +143,7 @@ class _Differing:
     _count: int = 0
 
     def put(self, ids: RowIds, content: Content) -> None:
-        """Take those of a window's rows (sorted) that differ."""
+        """Add the differing rows of a window (sorted ids)."""
         found = self.workers.run(
             partial(self._find, ids, content, low, high) for low, high in blocks(len(ids), COMPARED_ROWS)
         )
@@ -158,23 +154,16 @@ class _Differing:
                 mine, theirs = matching(at, content.escapes.rows)
                 self._exact.append((ids[at][mine], content.escapes.values["codes"][theirs]))
 
-    def put_keyed(self, one: KeyedRows) -> None:
-        """Take those keys of a hashed table that differ."""
-        if one.status == ABSENT:
-            self.put_absent(one.keys)
-            return
-        self.put(one.keys, one.content)
-
     def put_absent(self, ids: RowIds) -> None:
-        """Take those of the rows that are held; the version does not have them."""
-        out = np.empty((len(ids), self.served.kind.width), self.served.held.rows.dtype)
-        gone = ids[self.served.gather_held(ids, out) != ABSENT]
+        """Add the served ones of rows that the version does not have."""
+        out = np.empty((len(ids), self.served.kind.width), self.served.base.rows.dtype)
+        gone = ids[self.served.gather_stored(ids, out) != ABSENT]
         self._keep(gone, out[: len(gone)], np.full(len(gone), ABSENT, np.uint8))
 
     def difference(self, schema: TableSchema, memory: Memory) -> Difference:
-        """Return the rows that were taken as an overlay."""
+        """Return the collected rows as an overlay."""
         served = self.served
-        overlay = Overlay.allocate(served.name, schema, self._count, served.kind.width, served.held.rows.dtype, memory)
+        overlay = Overlay.allocate(served.name, schema, self._count, served.kind.width, served.base.rows.dtype, memory)
         high = self._count
         while self._ids:  # each block goes as soon as it is copied
             ids, rows, status = self._ids.pop(), self._rows.pop(), self._status.pop()
@@ -187,10 +176,10 @@ class _Differing:
     def _find(self, ids: RowIds, content: Content, low: int, high: int) -> RowIds:
         """Positions in [low, high) of the rows that differ."""
         served = self.served
-        held = np.empty((high - low, served.kind.width), served.held.rows.dtype)
-        before = served.gather_held(ids[low:high], held)
+        base = np.empty((high - low, served.kind.width), served.base.rows.dtype)
+        before = served.gather_stored(ids[low:high], base)
         after = np.zeros(high - low, np.uint8) if content.status is None else content.status[low:high]
-        differs = (gather.as_words(held) != gather.as_words(content.rows[low:high])).any(axis=1)
+        differs = (gather.as_words(base) != gather.as_words(content.rows[low:high])).any(axis=1)
         if served.kind.holds == "codes":
             differs &= after == CODED
             differs |= after == ESCAPED  # few, and their floats are elsewhere
@@ -210,62 +199,27 @@ class _Differing:
             raise _TooMany
 
 
-def _compare_dense(readers: Sequence[ChunkReader], served: ServedTable, workers: Workers, found: _Differing) -> None:
-    held, kind = served.held, served.kind
+def _compare(readers: Sequence[ChunkReader], served: ServedTable, workers: Workers, found: _Differing) -> None:
+    base = served.base
     schema = readers[-1].manifest.tables[served.name]
-    start, stop = (0, schema.num_rows) if held.is_keyed else (held.start, held.stop)
+    is_hashed = schema.keys == "hashed"
+    start, stop = (0, schema.num_rows) if base.is_keyed else (base.start, base.stop)
     plan = plan_table([reader.manifest for reader in readers], served.name, start, stop)
-    window = np.empty((0, kind.width), held.rows.dtype)
+    ours = served.row_ids() if is_hashed else np.empty(0, np.int64)
+    is_named = np.zeros(len(ours), np.bool_)
 
-    def place(low: int, high: int) -> Array:
-        nonlocal window
-        if len(window) < high - low:
-            window = np.empty((high - low, kind.width), held.rows.dtype)
-        return window[: high - low]
-
-    def compare(low: int, high: int, content: Content) -> None:
-        ids = np.arange(low, high, dtype=np.int64)
-        if held.is_keyed:
-            at = np.flatnonzero(is_in_shard(held.shard, ids)).astype(np.int64)
-            status = None if content.status is None else content.status[at]
-            mine, theirs = matching(at, content.escapes.rows)
-            values = {name: values[theirs] for name, values in content.escapes.values.items()}
-            ids, content = ids[at], Content(content.rows[at], status, EscapeRows(mine, values))
+    def take(ids: RowIds, content: Content) -> None:
         found.put(ids, content)
+        is_named[matching(ours, ids)[0]] = True
 
-    read_codes(readers, plan, workers, ContentBuilder(plan, kind, workers, place, compare).take)
-    if held.is_keyed:
+    read_shard(readers, plan, served.kind, workers, base.shard, base.rows.dtype, take)
+    if is_hashed:
+        found.put_absent(ours[~is_named])
+    elif base.is_keyed:
         found.put_absent(vanished_rows(served, schema))
 
 
 def vanished_rows(served: ServedTable, schema: TableSchema) -> RowIds:
-    """Return the rows held by key that a dense table of ``schema`` is too short for."""
+    """Return the rows found by key that a dense table of ``schema`` is too short for."""
     ids = served.row_ids()
     return ids[np.searchsorted(ids, schema.num_rows) :]
-
-
-def _compare_hashed(readers: Sequence[ChunkReader], served: ServedTable, workers: Workers, found: _Differing) -> None:
-    plan = plan_table([reader.manifest for reader in readers], served.name)
-    ours = served.row_ids()
-    named = np.zeros(len(ours), np.bool_)
-    for one in newest_rows(readers, plan, served.kind, workers, shard=served.held.shard, dtype=served.held.rows.dtype):
-        found.put_keyed(one)
-        named[matching(ours, one.keys)[0]] = True
-    found.put_absent(ours[~named])
-
-
-def rows_that_may_differ(
-    common: SegmentReader, segments: Sequence[SegmentReader], served: ServedTable, schema: TableSchema
-) -> RowIds:
-    """Return the rows of the shard whose state the segments behind a common one changed: sorted, unique. Blocks.
-
-    Reads row ids alone. The table is of one generation all along; rows that ``schema`` is too short for do not count.
-
-    Raises
-    ------
-    CorruptStore, CorruptObject, MissingObject
-    """
-    rows = rows_in_shard(served.held.shard, rows_since([common, *segments], served.name, schema))
-    if served.held.is_keyed:
-        return rows
-    return rows[(rows >= served.held.start) & (rows < served.held.stop)]

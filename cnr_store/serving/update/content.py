@@ -1,7 +1,7 @@
-"""What rows of a table are at a version, read from its chain in the form that a consumer holds them.
+"""Reads rows of a table at a version, from its chain, in the form in which they are served.
 
-Column intervals are put together here. A row that is in one state in some columns and in another elsewhere counts as an
-escape row: its floats are exact, and no difference can be added to it without its codes.
+Column intervals are joined here. A row with different states in two intervals becomes an exact row: its floats are
+exact, and no difference can be added to it without its codes.
 """
 
 from __future__ import annotations
@@ -14,33 +14,39 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.encodings.widths import carrier
-from cnr_store.errors import NonFiniteValues
+from cnr_store.errors import CorruptStore
 from cnr_store.read.plan import Columns, TablePlan, by_columns, plan_table
-from cnr_store.read.replay import ChunkReader, finish
+from cnr_store.read.replay import ChunkReader, finish, matching
 from cnr_store.read.table_reader import read_codes
 from cnr_store.runtime.threads import Workers, blocks
 from cnr_store.segment.codes import CODED, ESCAPED, TASK_ROWS, Array, EscapeRows, TableCodes, array_specs
-from cnr_store.serving.rows.served_table import Overlay, RowKind, ServedTable
+from cnr_store.serving.rows.served_table import Overlay, RowKind, ServedTable, no_int8_form
 from cnr_store.types import RowIds
 
 Status = npt.NDArray[np.uint8]
 
 
 class CodesTooWide(Exception):
-    """Codes leave int16: the table is held in int32 from here on. Never leaves this package's movers."""
+    """Codes exceed int16: the table is kept as int32 from here on. Never leaves this package."""
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Rows as they are held, (n, kind.width); their status, None where all are coded; and rows kept as exact floats.
+    """Rows as they are kept, (n, kind.width); their status, None if all are coded; and exact rows.
 
-    ``escapes`` counts positions among the rows, not ids; only where codes are held. What stands at absent rows of
-    ``rows`` is the fill where values are held, and means nothing where codes are.
+    ``escapes`` has positions in ``rows``, not ids; only if codes are kept. Absent rows have the fill if values are
+    kept, and are undefined if codes are.
     """
 
     rows: Array
     status: Status | None
     escapes: EscapeRows
+
+    def take(self, at: RowIds) -> Content:
+        """Return the rows at sorted positions."""
+        mine, theirs = matching(at, self.escapes.rows)
+        values = {name: values[theirs] for name, values in self.escapes.values.items()}
+        return Content(self.rows[at], None if self.status is None else self.status[at], EscapeRows(mine, values))
 
 
 @dataclass(slots=True)
@@ -52,16 +58,16 @@ class _ColumnEscapes:
 
 @dataclass(slots=True)
 class ContentBuilder:
-    """Makes `Content` of the codes that `restore.read_codes` hands out: its ``take``.
+    """Converts the codes of `table_reader.read_codes` to `Content`; `take` is its callback.
 
     Attributes
     ----------
     plan, kind
-        The table, and how its rows are held.
+        The table, and how its rows are kept.
     place
-        Rows [start, stop) of a window to where they go, (stop - start, kind.width), C-contiguous.
+        Returns the memory for rows [start, stop), (stop - start, kind.width), C-contiguous.
     done
-        Gets a window when its last column interval is in.
+        Called with a window after its last column interval.
     """
 
     plan: TablePlan
@@ -74,7 +80,7 @@ class ContentBuilder:
     _intervals: list[_ColumnEscapes] = field(default_factory=list)
 
     def take(self, codes: TableCodes, with_digest: bool) -> int:
-        """Take one column interval of a window; returns its state digest if that is wanted.
+        """Add one column interval of a window; return its state digest if requested.
 
         Raises
         ------
@@ -111,13 +117,13 @@ class ContentBuilder:
 
     def _put_codes(self, codes: TableCodes) -> None:
         low, high = codes.columns
-        held, out = codes.arrays["codes"], self._out[:, low:high]
-        if np.shares_memory(held, out):
+        base, out = codes.arrays["codes"], self._out[:, low:high]
+        if np.shares_memory(base, out):
             return
         limits = np.iinfo(out.dtype)
-        if held.itemsize > out.itemsize and held.size and not limits.min <= held.min() <= held.max() <= limits.max:
+        if base.itemsize > out.itemsize and base.size and not limits.min <= base.min() <= base.max() <= limits.max:
             raise CodesTooWide
-        out[...] = held
+        out[...] = base
 
     def _end(self, start: int, stop: int) -> None:
         kind = self.kind
@@ -136,7 +142,7 @@ class ContentBuilder:
 
 
 def _merged(states: Sequence[Status | None]) -> Status | None:
-    """The status of rows as a whole, of those of their column intervals."""
+    """Return the status of whole rows from those of their column intervals."""
     known = [status for status in states if status is not None]
     if not known:
         return None
@@ -162,11 +168,11 @@ def serve(kind: RowKind, floats: Array, out: Array, table: str, first_row: int, 
 
     for bad in workers.run(partial(block, low, high) for low, high in blocks(len(floats), TASK_ROWS)):
         if bad >= 0:
-            raise _no_int8_form(first_row + bad, table)
+            raise no_int8_form(first_row + bad, table)
 
 
 def check_escapes(kind: RowKind, escapes: EscapeRows, table: str) -> None:
-    """Refuse rows kept as exact floats beside codes that no lookup could return. Pure.
+    """Refuse exact rows that no lookup could return. Pure.
 
     Raises
     ------
@@ -177,18 +183,19 @@ def check_escapes(kind: RowKind, escapes: EscapeRows, table: str) -> None:
         out = np.empty((len(escapes.rows), kind.served_width), kind.served_dtype)
         bad = kind.serve(escapes.values["codes"], out)
         if bad >= 0:
-            raise _no_int8_form(int(escapes.rows[bad]), table)
+            raise no_int8_form(int(escapes.rows[bad]), table)
 
 
-def _no_int8_form(row: int, table: str) -> NonFiniteValues:
-    return NonFiniteValues(
-        f"row {row} of table {table!r} holds NaN or Inf, which has no int8 form; serve the table as floats",
-        table=table, found=row,
+def in_two_lists(plan: TablePlan, reader: ChunkReader, row: int) -> CorruptStore:
+    """Return the error of a segment that lists a row twice. Pure."""
+    return CorruptStore(
+        f"row {row} of table {plan.table!r} stands in two row lists of segment {reader.name}; run `cnr verify`",
+        table=plan.table, found=row,
     )  # fmt: skip
 
 
 def holds_codes_in_place(plan: TablePlan, kind: RowKind) -> bool:
-    """Return whether a table can be replayed where its rows will be held, with no codes beside them. Pure."""
+    """Return whether a table can be replayed in the memory of its rows, without separate codes. Pure."""
     if len(by_columns(plan)) > 1:
         return False
     if kind.holds == "codes":
@@ -211,7 +218,7 @@ def read_content(
     Parameters
     ----------
     dtype
-        What rows are held in, where that is not ``kind.dtype``: int32 for codes that outgrew int16.
+        The dtype of the rows if it is not ``kind.dtype``: int32 for codes that exceed int16.
 
     Raises
     ------
@@ -230,9 +237,9 @@ def read_content(
 
 
 def escapes_after(served: ServedTable, overlay: Overlay, exact: Sequence[tuple[RowIds, Array]]) -> EscapeRows:
-    """Return all escape rows of a table after an overlay: ``exact`` are the overlay's, ids and floats. Pure.
+    """Return all exact rows of a table after an overlay; ``exact`` has the ids and floats of the overlay's. Pure.
 
-    None where values are held.
+    Without rows if values are kept.
     """
     if served.kind.holds != "codes":
         return EscapeRows()

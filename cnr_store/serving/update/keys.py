@@ -1,12 +1,11 @@
-"""The rows of a hashed table, from the newest segment of its chain back to the first: each key once, as it is now.
+"""Reads the rows of a shard of a table as they are served: of a hashed table each key once, its newest row.
 
-Memory: an index of the keys (`KeyIndex`), and chunks in flight; never the values of a whole chain.
+Memory: a window of rows; for a hashed table an index of the keys (`KeyIndex`) and chunks in flight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,33 +14,21 @@ import numpy.typing as npt
 
 from cnr_store.encodings import row_kernels
 from cnr_store.encodings.widths import carrier
-from cnr_store.errors import CorruptStore
 from cnr_store.read.plan import Step, TablePlan
 from cnr_store.read.replay import ChunkReader, Replay, matching
+from cnr_store.read.table_reader import read_codes
 from cnr_store.runtime.threads import Inline, Workers, blocks
-from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, EscapeRows, array_specs, decode_block
+from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, Array, EscapeRows, array_specs, decode_block
 from cnr_store.segment.decoded import Scratch
 from cnr_store.serving.rows.key_index import KeyIndex
 from cnr_store.serving.rows.served_table import RowKind
-from cnr_store.serving.rows.shards import Shard, rows_in_shard
-from cnr_store.serving.update.content import CodesTooWide, Content, serve
+from cnr_store.serving.rows.shards import HashShard, Shard, is_in_shard, rows_in_shard
+from cnr_store.serving.update.content import CodesTooWide, Content, ContentBuilder, in_two_lists, serve
 from cnr_store.types import RowIds
 
 LEAST_KEYS = 1024
 INLINE = Inline()
 _STATUS = {"set": CODED, "escape": ESCAPED, "delete": ABSENT}
-
-
-@dataclass(frozen=True, slots=True)
-class KeyedRows:
-    """Keys whose newest row is in one chunk, sorted; all of one ``status``.
-
-    ``content``: the rows as they are held, none where keys were deleted, or only ids are read.
-    """
-
-    keys: RowIds
-    status: int
-    content: Content
 
 
 def newest_rows(
@@ -54,17 +41,19 @@ def newest_rows(
     wanted: RowIds | None = None,
     dtype: npt.DTypeLike | None = None,
     only_ids: bool = False,
-) -> Iterator[KeyedRows]:
-    """Yield every key that a chain names, chunk by chunk, the newest segment first: a key is yielded once. Blocks.
+) -> Iterator[tuple[RowIds, Content]]:
+    """Yield each key of a chain once with its newest row, chunk by chunk: sorted keys, and their content. Blocks.
+
+    Keys that were deleted are yielded too, as `ABSENT`.
 
     Parameters
     ----------
     wanted
-        Keys to look for (sorted, unique); None means all of the shard.
+        Keys to read (sorted, unique); None reads all of the shard.
     dtype
-        What rows are held in, where that is not ``kind.dtype``: int32 for codes that outgrew int16.
+        The dtype of the rows if it is not ``kind.dtype``: int32 for codes that exceed int16.
     only_ids
-        Read no values.
+        Read no values: the content has a status only.
 
     Raises
     ------
@@ -85,10 +74,11 @@ def newest_rows(
             chosen = chosen[matching(wanted, chosen)[1]]
         known = seen.find(np.ascontiguousarray(chosen))
         if (known == step.segment).any():
-            raise _in_two_lists(plan, readers[step.segment], int(chosen[np.argmax(known == step.segment)]))
+            raise in_two_lists(plan, readers[step.segment], int(chosen[np.argmax(known == step.segment)]))
         fresh = chosen[known < 0].copy()
         if only_ids or step.operation == "delete" or len(fresh) == 0:
-            return fresh, Content(np.empty((0, kind.width), memory_dtype), None, EscapeRows())
+            rows = np.zeros((len(fresh), 0 if only_ids else kind.width), memory_dtype)
+            return fresh, Content(rows, np.full(len(fresh), _STATUS[step.operation], np.uint8), EscapeRows())
         return fresh, _content(engine, plan, step, kind, memory_dtype, matching(fresh, rows)[1])
 
     for batch in reversed(plan.batches):
@@ -101,13 +91,48 @@ def newest_rows(
                     seen = seen.grown(2 * (seen.count + len(keys)))
                 repeated = seen.insert_many(keys, np.full(len(keys), step.segment, np.int64))
                 if repeated >= 0:
-                    raise _in_two_lists(plan, readers[step.segment], int(keys[repeated]))
+                    raise in_two_lists(plan, readers[step.segment], int(keys[repeated]))
                 if len(keys):
-                    yield KeyedRows(keys, _STATUS[step.operation], content)
+                    yield keys, content
+
+
+def read_shard(
+    readers: Sequence[ChunkReader],
+    plan: TablePlan,
+    kind: RowKind,
+    workers: Workers,
+    shard: Shard | None,
+    dtype: npt.DTypeLike,
+    take: Callable[[RowIds, Content], None],
+) -> None:
+    """Pass the plan's rows of a shard to ``take``, a window or chunk at a time: sorted row ids, and content. Blocks.
+
+    The content is valid during the call. Parameters and errors are those of `newest_rows`.
+    """
+    if plan.schema.keys == "hashed":
+        for keys, content in newest_rows(readers, plan, kind, workers, shard=shard, dtype=dtype):
+            take(keys, content)
+        return
+    window = np.empty((0, kind.width), dtype)
+
+    def place(start: int, stop: int) -> Array:
+        nonlocal window
+        if len(window) < stop - start:
+            window = np.empty((stop - start, kind.width), dtype)
+        return window[: stop - start]
+
+    def done(start: int, stop: int, content: Content) -> None:
+        ids = np.arange(start, stop, dtype=np.int64)
+        if isinstance(shard, HashShard):
+            at = np.flatnonzero(is_in_shard(shard, ids)).astype(np.int64)
+            ids, content = ids[at], content.take(at)
+        take(ids, content)
+
+    read_codes(readers, plan, workers, ContentBuilder(plan, kind, workers, place, done).take)
 
 
 def _content(engine: Replay, plan: TablePlan, step: Step, kind: RowKind, dtype: np.dtype[Any], at: RowIds) -> Content:
-    """Decode the rows of a chunk at positions ``at`` as they are held."""
+    """Decode the rows of a chunk at positions ``at`` in the form in which they are kept."""
     spec = array_specs(plan.schema)["codes"]
     values = np.ascontiguousarray(engine.values(step, plan, spec)[at])
     rows = np.zeros((len(at), kind.width), dtype)
@@ -124,10 +149,3 @@ def _content(engine: Replay, plan: TablePlan, step: Step, kind: RowKind, dtype: 
         values = floats
     serve(kind, values, rows, plan.table, 0, INLINE)
     return Content(rows, status, EscapeRows())
-
-
-def _in_two_lists(plan: TablePlan, reader: ChunkReader, key: int) -> CorruptStore:
-    return CorruptStore(
-        f"row {key} of table {plan.table!r} stands in two row lists of segment {reader.name}; run `cnr verify`",
-        table=plan.table, found=key,
-    )  # fmt: skip

@@ -1,48 +1,46 @@
-"""How a consumer's own copy of a state becomes another version's: decided from two commit records. Pure, no I/O.
+"""Decides from two commit records how one state becomes the other. Pure, no I/O.
 
-Segments are immutable and their names are never used again, so chains that begin with the same segments begin with the
-same state. Checkpoint numbers alone say nothing: after a rollback they are given out once more.
+Segments are immutable and their names are never used again, so chains with the same first segments have the same state
+after them. Checkpoint numbers do not show this: after a rollback they are used again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from cnr_store.format.commit_record import LogEntry, parent_of
 from cnr_store.format.records import ChainEntry
 from cnr_store.log.rebase import leaves_state
+from cnr_store.segment.reader import SegmentReader
 
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """The target's state is the one held: nothing is read."""
+    """The target's state is the present one: nothing is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """The target's state is the one held with these deltas put on it, in order.
+    """The target's state is the present one plus the deltas ``new``, in order. ``common`` is the present chain."""
 
-    ``behind`` is the chain held, which they are opened behind.
-    """
-
-    segments: tuple[ChainEntry, ...]
-    behind: tuple[ChainEntry, ...] = field(default=(), compare=False)
+    new: tuple[ChainEntry, ...]
+    common: tuple[ChainEntry, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Reread:
-    """Both states go on from a common one: only rows that ``old`` or ``new`` deltas name can differ.
+    """Both states continue from a common one: only rows that ``old`` or ``new`` list can differ.
 
     Attributes
     ----------
     common
         The segments that both chains begin with, baseline first; never empty.
     old
-        The rest of the chain held. Its objects may be gone by now.
+        The other segments of the present chain. Their objects may be deleted.
     new
-        The rest of the target's chain.
+        The other segments of the target's chain.
     """
 
     common: tuple[ChainEntry, ...]
@@ -52,14 +50,33 @@ class Reread:
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """The records do not tell how the states are related: any row may differ."""
+    """The records do not show how the states are related: any row may differ."""
 
 
 UpdatePlan = Same | Apply | Reread | Compare
 
 
+@dataclass(frozen=True, slots=True)
+class OpenedPlan:
+    """The open segments of a plan: the last common one, and those after it in the present and in the target's state."""
+
+    common: SegmentReader
+    old: tuple[SegmentReader, ...]
+    new: tuple[SegmentReader, ...]
+
+
+def open_plan(
+    plan: Apply | Reread, open_chain: Callable[[Sequence[ChainEntry]], Sequence[SegmentReader]]
+) -> OpenedPlan:
+    """Open the segments of a plan by ``open_chain``, which is called once per state. Raises its errors."""
+    count = len(plan.common)
+    old = open_chain((*plan.common, *plan.old)) if isinstance(plan, Reread) else ()
+    new = open_chain((*plan.common, *plan.new))
+    return OpenedPlan(new[count - 1], tuple(old[count:]), tuple(new[count:]))
+
+
 def is_directly_behind(held: LogEntry, target: LogEntry) -> bool:
-    """Return whether ``target`` is the log's next record behind ``held``; torn positions between them do not count."""
+    """Return whether ``target`` is the log's next record after ``held``; torn positions between them do not count."""
     return held.record.store_uuid == target.record.store_uuid and parent_of(target.record) == (
         held.record.v,
         held.digest,
@@ -89,16 +106,16 @@ def plan_path(entries: Sequence[LogEntry]) -> UpdatePlan:
     Parameters
     ----------
     entries
-        At least one; each directly behind the one before, or the plan is that of the first and the last alone. Knowing
-        them all tells more than the two ends do: deltas that were compacted on the way can still be applied one by one,
+        At least one; each directly after the one before, or the plan is that of the first and the last alone. Knowing
+        them all shows more than the two ends: deltas that were compacted between them can still be applied one by one,
         as long as their objects are there. Where they are not, `plan_update` of the two ends is the way.
     """
-    known = 0  # The last record that is known to have the state held.
+    known = 0  # The last record that is known to have the present state.
     deltas: list[ChainEntry] = []
     for index, (held, target) in enumerate(pairwise(entries), start=1):
         plan = plan_update(held, target)
         if isinstance(plan, Apply):
-            deltas.extend(plan.segments)
+            deltas.extend(plan.new)
         elif not isinstance(plan, Same):
             return plan_update(entries[known], entries[-1])
         elif not deltas:

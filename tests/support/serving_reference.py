@@ -1,14 +1,21 @@
-"""What `fused_kernels` computes, in numpy; and the values of fused rows.
-
-Reads like the layout: tests compare the kernels with these functions, and these with the operators that take the rows.
-"""
+"""What the kernels of serving compute, in numpy: tests compare them with these functions."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from cnr_store.encodings import float_bits
+from cnr_store.encodings.reference import float_codes, float_patterns
+from cnr_store.segment.codes import ArraySpec
 from cnr_store.serving.rows.fused_kernels import fused_row_bytes
+from cnr_store.serving.rows.gather import ABSENT_PLACE, Places
+from cnr_store.serving.update.adding import LARGEST_CODE
+from cnr_store.types import Lattice
+
+Array = npt.NDArray[Any]
 
 _LANES = 8
 
@@ -25,19 +32,6 @@ def fuse_rows(values: npt.NDArray[np.float32], bits: int) -> tuple[npt.NDArray[n
             return out, row
         out[row] = fused
     return out, -1
-
-
-def values_of_rows(rows: npt.NDArray[np.uint8], dim: int, bits: int) -> npt.NDArray[np.float32]:
-    """Return the float32 values (n, dim) of fused rows: ``bias + scale * code``, rounded twice."""
-    if bits == 8:
-        codes = rows[:, :dim]
-        parameters = np.ascontiguousarray(rows[:, dim:]).view("<f4")
-    else:
-        packed = rows[:, : (dim + 1) // 2]
-        codes = np.stack([packed & 15, packed >> 4], axis=2).reshape(len(rows), -1)[:, :dim]
-        parameters = np.ascontiguousarray(rows[:, (dim + 1) // 2 :]).view("<f2").astype(np.float32)
-    scaled = codes.astype(np.float32) * parameters[:, :1]
-    return np.asarray(scaled + parameters[:, 1:], np.float32)
 
 
 def _fuse_8(vector: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8] | None:
@@ -77,3 +71,31 @@ def _ends(vector: npt.NDArray[np.float32]) -> tuple[np.float32, np.float32]:
         low = value if value < low else low
     high = vector.max()
     return low, low if high == low else high
+
+
+def add_reference(spec: ArraySpec, values: Array, differences: Array) -> Array | None:
+    """`add_to_values` in numpy, into a new array; None where a code leaves its range."""
+    moved = differences.astype(np.int64)
+    if isinstance(spec.encoding, Lattice):
+        codes = np.rint(values / spec.scale).astype(np.int64) + moved
+        if codes.size and (np.abs(codes).max() > LARGEST_CODE or np.abs(moved).max() > LARGEST_CODE):
+            return None
+        return np.float32(spec.scale) * codes.astype(np.float32)
+    width = 32 if values.itemsize == 4 else 16
+    bits = float_bits.as_bits(np.ascontiguousarray(values), spec.dtype)
+    known, _ = float_codes(bits, spec.bit_shift)
+    codes = known.astype(np.int64) + moved
+    if spec.memory_dtype == np.int32:
+        codes = codes.astype(np.int32)
+    elif codes.size and not -32768 <= codes.min() <= codes.max() <= 32767:
+        return None
+    return np.ascontiguousarray(float_patterns(codes.astype(np.int32), spec.bit_shift, width)).view(values.dtype)
+
+
+def gather_reference(held: Array, overlay: Array, fill: Array, places: Places, out: Array) -> int:
+    """`gather` in numpy, on rows rather than words."""
+    of_held, nowhere, of_overlay = places >= 0, places == ABSENT_PLACE, places < ABSENT_PLACE
+    out[of_held] = held[places[of_held]]
+    out[nowhere] = fill
+    out[of_overlay] = overlay[-2 - places[of_overlay]]
+    return int(nowhere.sum())
