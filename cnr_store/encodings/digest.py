@@ -60,14 +60,14 @@ def splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 @lru_cache(maxsize=4096)
 def column_multipliers(start: int, stop: int) -> Multipliers:
-    """Return M(j) of the columns ``start .. stop`` of a table, uint64 (stop - start,), read-only."""
+    """Return M(j) of the columns ``start .. stop`` of a table, uint64 (stop - start,); cached, do not write."""
     columns = np.arange(start, stop, dtype=np.uint64)
     return splitmix64(np.uint64(1 << 63) ^ columns) | np.uint64(1)
 
 
 @lru_cache(maxsize=4096)
 def slot_multipliers(name: str, start: int, stop: int) -> Multipliers:
-    """Return S(name, j) of the columns ``start .. stop`` of a slot, uint64 (stop - start,), read-only.
+    """Return S(name, j) of the columns ``start .. stop`` of a slot, uint64 (stop - start,); cached, do not write.
 
     A one-dimensional slot of a rectangle that starts at column c has ``slot_multipliers(name, c, c + 1)``.
     """

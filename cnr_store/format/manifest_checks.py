@@ -80,15 +80,15 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
 def entry_problems(manifest: Manifest, entry: ChainEntry) -> Iterator[str]:
     """Yield where a manifest is not the one that its chain entry describes. Pure."""
     if segment_name(manifest.base, manifest.txn) != entry.seg:
-        yield f"says that it is of transaction {manifest.txn}, begun at version {manifest.base}"
+        yield f"has transaction {manifest.txn} and base {manifest.base}, its chain entry has segment {entry.seg}"
     if (manifest.l0, manifest.l1, manifest.kind) != (entry.l0, entry.l1, entry.kind):
         yield (
-            f"says {manifest.kind} {manifest.l0} to {manifest.l1}, its chain entry says {entry.kind} {entry.l0} to "
+            f"is {manifest.kind} {manifest.l0} to {manifest.l1}, its chain entry has {entry.kind} {entry.l0} to "
             f"{entry.l1}"
         )
     rows, size = manifest.changed_rows, sum(item.size for item in manifest.objects)
     if rows != entry.rows or size > entry.bytes:
-        yield f"has {rows} rows in {size} bytes, its chain entry says {entry.rows} in {entry.bytes}"
+        yield f"has {rows} rows in {size} bytes, its chain entry has {entry.rows} in {entry.bytes}"
 
 
 def _schema_problems(table: str, schema: TableSchema) -> Iterator[str]:

@@ -363,7 +363,7 @@ def _may_overlap(steps: Sequence[Step]) -> bool:
 
 def _in_two_lists(step: Step, row: int) -> CorruptStore:
     return CorruptStore(
-        f"row {row} of table {step.part.table!r} stands in two row lists of segment {step.segment} of the chain; "
+        f"row {row} of table {step.part.table!r} is in two row lists of segment {step.segment} of the chain; "
         "run `cnr verify`",
         table=step.part.table, found=row,
     )  # fmt: skip

@@ -61,7 +61,7 @@ def read_receipt(storage: Storage, name: str, folder: str, digest: str) -> Recei
         raise MissingObject(f"receipt {key} is missing, although its rank has written it", path=key)
     if sha256(data) != digest:
         raise CorruptObject(
-            f"receipt {key} has another sha256 than its rank says", path=key, expected=digest, found=sha256(data)
+            f"receipt {key} has another sha256 than its rank reported", path=key, expected=digest, found=sha256(data)
         )
     return decode_document(unpack(data, key), Receipt, key)
 

@@ -38,8 +38,8 @@ class WentBack:
 
     def __str__(self) -> str:
         return (
-            f"version {self.damaged} cannot be restored ({self.problem}); going on from version {self.target}, the "
-            "newest that is whole; the first save behind it is preceded by a rollback record"
+            f"version {self.damaged} cannot be restored ({self.problem}); continuing from version {self.target}, the "
+            "newest undamaged one; a rollback record will precede the first save after it"
         )
 
 

@@ -27,8 +27,8 @@ class SegmentDraft:
     is_one_shot: bool
 
     @classmethod
-    def behind(cls, head: CommitRecord, kind: CommitKind, *, step: int, txn: str, one_shot: bool) -> SegmentDraft:
-        """Return the draft of a segment that is committed behind ``head``: a delta to its end, or to its baseline."""
+    def after(cls, head: CommitRecord, kind: CommitKind, *, step: int, txn: str, one_shot: bool) -> SegmentDraft:
+        """Return the draft of a segment after ``head``: a delta after its last segment or its baseline."""
         is_delta = kind == "delta"
         keep = 0 if not is_delta else 1 if one_shot else len(head.chain)
         l0 = head.chain[keep - 1].l1 if is_delta else 0

@@ -354,8 +354,8 @@ class StagedTables:
         if known is not None and (found := mirror.digest(self._state.setup.workers)) != known:
             self._state.mirrors.is_complete = False  # nor may a delta build on it
             raise DoesNotApply(
-                f"the mirror of table {shard} has state digest {found:016x}, kept up to date it was {known:016x}: its "
-                "memory was changed behind the writer; restore first, or write the table whole",
+                f"the mirror of table {shard} has state digest {found:016x}, expected {known:016x}: its "
+                "memory was changed, but not by the writer; restore first, or write the table whole",
                 table=shard.table, expected=f"{known:016x}", found=f"{found:016x}",
             )  # fmt: skip
         merged = StagedRows(mirror.specs, digest=self._digests.get(shard, known))

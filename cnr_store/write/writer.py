@@ -250,36 +250,39 @@ class Writer:
         """
         state = self._state
         state.take_over()
-        wishes = [_Wish(**given) for given in together(state.setup.ranks, partial(self._wish, step, kind, base))]
-        if any(wish.kind == "baseline" for wish in wishes):
+        requests = [
+            _BeginRequest(**given)
+            for given in together(state.setup.ranks, partial(self._begin_request, step, kind, base))
+        ]
+        if any(request.kind == "baseline" for request in requests):
             kind = "baseline"
-        steps, bases = {wish.step for wish in wishes}, {wish.base for wish in wishes}
+        steps, bases = {request.step for request in requests}, {request.base for request in requests}
         if len(steps) > 1 or (kind == "delta" and len(bases) > 1):
             raise BadInput(
                 f"the ranks want to save steps {sorted(steps)} on {sorted(bases)}; all must begin the same save",
                 found=sorted(steps),
             )
-        heads = {wish.head for wish in wishes if wish.is_synced}
+        heads = {request.head for request in requests if request.is_synced}
         if kind == "delta" and len(heads) > 1:
             raise DoesNotApply(
                 f"the ranks' mirrors are the states of versions {sorted(heads)}: some missed a commit; call restore() "
                 "first, or commit a baseline",
                 expected=max(heads), found=min(heads),
             )  # fmt: skip
-        if kind == "baseline" and not (all(wish.is_synced for wish in wishes) and len(heads) == 1):
+        if kind == "baseline" and not (all(request.is_synced for request in requests) and len(heads) == 1):
             # What one rank does not know no rank may build on, or they would store different tables.
             if state.snapshot is not None:
                 state.forget()
             state.catch_up()
         elif kind == "baseline" or base == "baseline":
             state.follow()
-        wish, one_shot = wishes[0], base == "baseline"
-        draft = SegmentDraft.behind(self.head.record, kind, step=wish.step, txn=wish.txn, one_shot=one_shot)
+        request, one_shot = requests[0], base == "baseline"
+        draft = SegmentDraft.after(self.head.record, kind, step=request.step, txn=request.txn, one_shot=one_shot)
         transaction = Transaction(state, draft)
         state.open = transaction
         return transaction
 
-    def _wish(self, step: int, kind: CommitKind, base: Base) -> dict[str, Any]:
+    def _begin_request(self, step: int, kind: CommitKind, base: Base) -> dict[str, Any]:
         """What this rank wants to begin, if it can."""
         state = self._state
         self._refuse_unsettled()
@@ -297,8 +300,8 @@ class Writer:
             hashed = [name for name, schema in state.snapshot.tables.items() if schema.keys == "hashed"]
             if hashed:
                 raise Unsupported(f"ranks cannot write hashed tables together, and the store has {hashed}")
-        wish = _Wish(step, kind, base, state.snapshot is not None, self.head.record.v, uuid.uuid4().hex)
-        return asdict(wish)
+        request = _BeginRequest(step, kind, base, state.snapshot is not None, self.head.record.v, uuid.uuid4().hex)
+        return asdict(request)
 
     def _is_cut_anew(self) -> bool:
         """Whether some table has other column shards than in the store, and a slot that exists once per shard."""
@@ -359,7 +362,7 @@ def _checked_step(step: Any) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
+class _BeginRequest:
     """What a rank asks `begin` to start."""
 
     step: int

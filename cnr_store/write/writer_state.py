@@ -147,9 +147,9 @@ class WriterState:
             newest = expired_by(self.setup.log, entry.record.v)
             if newest is not None:
                 raise DoesNotApply(
-                    f"version {entry.record.v}, which this writer goes on from, has expired by commit record "
-                    f"{newest.v}, and segments of it were compacted and deleted: it was read, or saved behind, longer "
-                    "than garbage collection waits; save again",
+                    f"version {entry.record.v}, which this writer continues, has expired by commit record "
+                    f"{newest.v}, and segments of it were compacted and deleted: the read or the save took longer "
+                    "than the grace period of garbage collection; save again",
                     version=newest.v, found=missing.path,
                 ) from missing  # fmt: skip
 
@@ -271,7 +271,7 @@ class WriterState:
             is_passing = isinstance(error, StorageFailure | CorruptStore | DoesNotApply | RankFailed)
             if not is_passing or isinstance(error, RankLost):
                 raise
-            logger.warning("what came behind version %d cannot be looked at: %s", before.record.v, error)
+            logger.warning("records after version %d cannot be read: %s", before.record.v, error)
             return
         if opened:
             self.snapshot = opened[0]
@@ -365,7 +365,7 @@ class WriterState:
 
 def _unseen(version: int) -> StorageFailure:
     return StorageFailure(
-        f"commit record {version} cannot be seen, although another rank has read it, or one behind it; the storage "
+        f"commit record {version} cannot be seen, although another rank has read it, or a later one; the storage "
         "does not show what it was given",
         version=version,
     )

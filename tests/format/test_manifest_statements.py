@@ -198,11 +198,11 @@ def test_a_manifest_is_the_one_that_its_chain_entry_describes() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seg": segment_name(8, "c" * 32)}, "begun at version 7"),
-        ({"l1": 3}, "says delta 1 to 2, its chain entry says delta 1 to 3"),
-        ({"kind": "baseline"}, "says delta 1 to 2, its chain entry says baseline"),
+        ({"seg": segment_name(8, "c" * 32)}, "and base 7"),
+        ({"l1": 3}, "is delta 1 to 2, its chain entry has delta 1 to 3"),
+        ({"kind": "baseline"}, "is delta 1 to 2, its chain entry has baseline"),
         ({"rows": 11}, "has 12 rows"),
-        ({"bytes": 10}, "its chain entry says 12 in 10"),
+        ({"bytes": 10}, "its chain entry has 12 in 10"),
     ],
 )
 def test_a_manifest_of_another_chain_entry_is_refused(changes: Document, message: str) -> None:

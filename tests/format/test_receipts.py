@@ -36,7 +36,7 @@ def test_the_receipt_that_its_writer_named_is_read_back(written: tuple[Storage, 
 
 
 def test_another_receipt_than_its_writer_named_is_refused(written: tuple[Storage, str]) -> None:
-    with pytest.raises(CorruptObject, match="has another sha256 than its rank says"):
+    with pytest.raises(CorruptObject, match="has another sha256 than its rank reported"):
         read_receipt(written[0], SEGMENT, FOLDER, "0" * 64)
 
 

@@ -62,7 +62,7 @@ TOO_LARGE = [
 ]  # fmt: skip
 """Differences that lead out of int32 from codes of either sign."""
 
-ADDS, TWICE = "row {row} of table 'user' has an add", "row {row} of table 'user' stands in two row lists"
+ADDS, TWICE = "row {row} of table 'user' has an add", "row {row} of table 'user' is in two row lists"
 # The patch of the store "rows", the version of the delta, the row, and what a reader says of it.
 CASES: dict[str, tuple[Any, int, int, str]] = {
     "add after escape": (VECTORS["add_after_escape"]["patch"], 3, 9, ADDS),

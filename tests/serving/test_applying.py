@@ -251,7 +251,7 @@ def test_a_row_in_two_lists_is_corrupt(shard: Any) -> None:
     twice = altered(reader, set=row_list, delete=row_list)
 
     for reference in (False, True):
-        with pytest.raises(CorruptStore, match=r"row \d of table 't' stands in two row lists"):
+        with pytest.raises(CorruptStore, match=r"row \d of table 't' is in two row lists"):
             apply_segment(twice, served, store.internals.workers, reference=reference)
 
 

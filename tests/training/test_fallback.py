@@ -104,7 +104,7 @@ def test_a_damaged_head_is_gone_back_from_and_training_goes_on_bit_for_bit(
         restored = manager.restore(fallback=True)
 
     assert restored is not None
-    told = next(str(one.message) for one in said if "going on from version" in str(one.message))
+    told = next(str(one.message) for one in said if "continuing from version" in str(one.message))
     assert broken in told
     damaged = head + 1 if damage is tear_record else head
     assert (restored.step, restored.fallback_from) == (last_step, damaged)
@@ -141,7 +141,7 @@ def test_a_baseline_that_is_damaged_takes_its_deltas_along(tmp_path: Path) -> No
     path.write_bytes(path.read_bytes()[:-1])
     training = Training(KIND)
     with manager_of(training, tmp_path) as manager:
-        with pytest.warns(RuntimeWarning, match="going on from version"):
+        with pytest.warns(RuntimeWarning, match="continuing from version"):
             restored = manager.restore(fallback=True)
         assert restored is not None
         assert restored.step == STEPS
@@ -329,7 +329,7 @@ def test_damage_that_one_rank_sees_takes_all_ranks_back_to_one_version(
     with pytest.warns(RuntimeWarning) as said:
         (first, held), (second, other) = job.run(resume)
 
-    assert sum("going on from version" in str(one.message) for one in said) == 2
+    assert sum("continuing from version" in str(one.message) for one in said) == 2
     assert (first.version, first.step, first.fallback_from) == (second.version, second.step, second.fallback_from)
     assert first.problem == second.problem
     assert (key if pattern != "torn" else "commit record") in (first.problem or "")

@@ -189,7 +189,7 @@ def check_escapes(kind: RowKind, escapes: EscapeRows, table: str) -> None:
 def in_two_lists(plan: TablePlan, reader: ChunkReader, row: int) -> CorruptStore:
     """Return the error of a segment that lists a row twice. Pure."""
     return CorruptStore(
-        f"row {row} of table {plan.table!r} stands in two row lists of segment {reader.name}; run `cnr verify`",
+        f"row {row} of table {plan.table!r} is in two row lists of segment {reader.name}; run `cnr verify`",
         table=plan.table, found=row,
     )  # fmt: skip
 

@@ -194,7 +194,7 @@ class QualityTarget:
         if max_quality_loss is None and validate is None:
             return None
         if max_quality_loss is None or validate is None:
-            raise BadInput("max_quality_loss= and validate= go together: how much is lost, and who says how much it is")
+            raise BadInput("max_quality_loss= and validate= go together: the largest loss, and what measures it")
         _check_positive("max_quality_loss", max_quality_loss)
         for table, one in options.items():
             named = [name for name in ("bits", "max_error", "scale") if getattr(one, name) is not None]

@@ -92,7 +92,7 @@ def _check_tables(tables: Sequence[tuple[int, int]], num_words: int) -> None:
         if first % ALIGNMENT or first < end or size < 0 or first + size > num_words:
             raise BadInput(
                 f"tables of a bitmap of {num_words} words are disjoint and start at multiples of "
-                f"{ALIGNMENT}; found first word {first} with {size} words behind one that ends at {end}",
+                f"{ALIGNMENT}; found first word {first} with {size} words after one that ends at {end}",
                 found=[first, size],
             )
         end = cdiv(first + size, ALIGNMENT) * ALIGNMENT
