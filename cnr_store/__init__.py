@@ -48,6 +48,7 @@ from cnr_store.maintenance.maintain import MaintenanceReport, Stage, StageReport
 from cnr_store.maintenance.repair import LostState, RepairAction, RepairReport, repair_store
 from cnr_store.maintenance.status import HeadStatus, LastMaintenance, StoreStatus, read_status
 from cnr_store.maintenance.verify import LogReport, Problem, VerifyReport, verify_store
+from cnr_store.read.compare import TableDifference, compare_tables
 from cnr_store.read.snapshot import Snapshot, TableView
 from cnr_store.runtime.ranks import Ranks
 from cnr_store.segment.chunk_cache import CacheCounts, ChunkCache
@@ -75,6 +76,8 @@ __all__ = [
     "CompactionReport",
     "collect_garbage",
     "KeepBest",
+    "TableDifference",
+    "compare_tables",
     "RetentionPolicy",
     "GcReport",
     "Lease",

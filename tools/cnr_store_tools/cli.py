@@ -32,6 +32,7 @@ app = typer.Typer(
 app.command()(stores.init)
 app.command()(stores.log)
 app.command()(stores.show)
+app.command()(stores.diff)
 app.command()(reporting.report)
 app.command()(checks.verify)
 app.command()(checks.repair)

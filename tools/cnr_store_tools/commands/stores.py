@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cnr_store import CorruptStore, Snapshot, Store, fp32_bytes, segment_sizes, total_sizes
+from cnr_store import CorruptStore, Snapshot, Store, compare_tables, fp32_bytes, segment_sizes, total_sizes
 from cnr_store_tools.options import (
     Branch,
     Channel,
@@ -25,7 +25,7 @@ from cnr_store_tools.options import (
 )
 from cnr_store_tools.output import Document, Part, emit, emit_message, table, to_document
 from cnr_store_tools.render import encoding_text, place_text, rate_lines
-from cnr_store_tools.text import time_text
+from cnr_store_tools.text import size_text, time_text
 
 KINDS = ("rows", "codes", "scales", "slots", "dense", "documents", "metadata", "total")
 """The kinds of bytes of a segment."""
@@ -218,6 +218,38 @@ def _version_parts(document: Document) -> Iterator[Part]:
     columns = ("segment", "kind", "step", "changed", *(f"{kind}_bytes" for kind in KINDS), "ratio")
     spare = ("segment", "documents_bytes", "metadata_bytes", "scales_bytes", "rows_bytes", "dense_bytes", "slots_bytes")
     yield table("chain, baseline first", rows, columns, spare)
+
+
+def diff(
+    url: Url,
+    before: Annotated[int, typer.Argument(metavar="A", min=0, help="The earlier version.")],
+    after: Annotated[int, typer.Argument(metavar="B", min=0, help="The later version.")],
+    branch: Branch = None,
+    storage_option: StorageOptions = None,
+    json: Json = False,
+) -> None:
+    """Compare the tables of two versions: changed rows, norms, and the bytes that only the later one needs."""
+    with open_store(url, storage_option, branch) as store:
+        old, new = store.snapshot(before), store.snapshot(after)
+        known = {entry.seg for entry in old.record.chain}
+        document: Document = {
+            "url": store.url, "branch": store.branch, "before": before, "after": after,
+            "stored_bytes": sum(entry.bytes for entry in new.record.chain if entry.seg not in known),
+            "tables": to_document(compare_tables(old, new)),
+        }  # fmt: skip
+    columns = (
+        "table", "changed", "added", "removed", "norm_before", "norm_after", "norm_difference", "largest_difference"
+    )  # fmt: skip
+    short = {
+        "norm_difference": "norm of change", "largest_difference": "largest", "norm_before": "norm A",
+        "norm_after": "norm B",
+    }  # fmt: skip
+    drawn = table(
+        f"{place_text(document)}, version {before} to {after}",
+        [{short.get(key, key): value for key, value in item.items()} for item in document["tables"]],
+        [short.get(name, name) for name in columns], ("norm A", "removed", "added"),
+    )  # fmt: skip
+    emit(document, (drawn, f"version {after} needs {size_text(document['stored_bytes'])} more"), as_json=json)
 
 
 def version(json: Json = False) -> None:
