@@ -12,10 +12,12 @@ from typing import Any
 
 import harness
 import numpy as np
+import torch
 from counting import CountingStorage
 
 from cnr_store import Store, TableOptions
 from cnr_store.format.layout import segment_prefix
+from cnr_store.training import CheckpointManager
 from cnr_store.types import Float32s, Rectangle, RowIds
 from cnr_store.write.row_update import RowUpdate
 from cnr_store.write.schema_changes import Declaration
@@ -153,6 +155,48 @@ def large_table(folder: str, rows: int, touched: int, repeats: int) -> dict[str,
         found["restore, s"] = harness.timed(lambda: table.read_rectangle(values=target))
         found["peak of reading beyond the target, MiB"] = (reading.beyond_bytes - target.nbytes) / harness.MIB
     return found
+
+
+class Trained:
+    """Embedding bags in training, as many touched rows spread over so many of them, saved by a `CheckpointManager`.
+
+    ``stall_s``: seconds of the training thread's CPU time in which each save copied its rows.
+    """
+
+    def __init__(self, folder: Path, bags: int, touched: int, optimizer: type[torch.optim.Optimizer]) -> None:
+        torch.manual_seed(0)
+        self.stall_s: list[float] = []
+        self._rows, self._touched = 10 * touched // bags, touched // bags
+        self._bags = torch.nn.ModuleList(
+            torch.nn.EmbeddingBag(self._rows, DIM, mode="sum", sparse=True) for _ in range(bags)
+        )
+        self._optimizer = optimizer(self._bags.parameters(), lr=0.01)  # type: ignore[call-arg]  # each has one
+        self._store = Store.create(str(folder / f"bags{bags}-{optimizer.__name__}"), fsync=False)
+        self._manager = CheckpointManager(
+            self._store, model=self._bags, optimizer=self._optimizer, options=TableOptions(scale=SCALE)
+        )
+        self._train()
+        self._manager.save()
+
+    def save(self) -> None:
+        """Train on new rows, and save them."""
+        self._train()
+        started = time.thread_time()
+        self._manager.save(wait=False)
+        self.stall_s.append(time.thread_time() - started)
+        self._manager.wait_until_finished()
+
+    def _train(self) -> None:
+        looked_up = [bag(torch.randperm(self._rows)[: self._touched].view(1, -1)).sum() for bag in self._bags]
+        torch.stack(looked_up).sum().backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._manager.step()
+
+    def close(self) -> None:
+        """End manager and store."""
+        self._manager.close()
+        self._store.close()
 
 
 @dataclass(slots=True)
