@@ -1042,7 +1042,7 @@ def test_a_place_that_holds_something_else_is_refused(store: Store, files: Isola
     with pytest.raises(StoreExists, match="not a relay"):
         Relay(store, place(files, "/other")).advance()
     Relay(other, place(files)).advance()
-    with pytest.raises(CorruptStore, match="of store"):
+    with pytest.raises(CorruptStore, match="belongs to store"):
         Relay(store, place(files)).advance()
     with pytest.raises(BadInput, match="both"):
         Relay(store, place(files, FAR))
