@@ -12,7 +12,7 @@ import pytest
 from cnr_store import Store
 from format_spec import generate_schemas, vectors
 from tests.support.ranks import ThreadRank
-from tests.write.test_many_ranks import all_well, on_ranks, one_table, open_store, row_wise, save, started, touch
+from tests.write.many_ranks import all_well, on_ranks, one_table, open_store, row_wise, save, started, touch
 
 GOLDEN = Path(__file__).resolve().parents[2] / "format_spec" / "golden"
 PATTERNS = {

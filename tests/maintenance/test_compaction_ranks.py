@@ -15,7 +15,7 @@ from cnr_store.types import Rectangle
 from format_spec.reader.compare import compare
 from tests.support.ranks import ThreadRank
 from tests.support.snapshot_bytes import bytes_of
-from tests.write.test_many_ranks import (
+from tests.write.many_ranks import (
     TABLES,
     Change,
     Life,
