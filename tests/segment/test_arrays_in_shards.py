@@ -24,6 +24,7 @@ from cnr_store.format.packed import pack
 from cnr_store.format.records import ArrayEntry
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.relay import copying
+from cnr_store.relay.report import RelayReport
 from cnr_store.runtime.threads import Throttle, Workers
 from cnr_store.segment.groups import Blocks, RowList
 from cnr_store.segment.writer import SegmentWriter
@@ -348,9 +349,9 @@ def test_a_relay_copies_shards(store: Store, tmp_path: Path) -> None:
     target = LocalStorage(str(tmp_path / "copy"), fsync=False)
     (entry,) = store.head().record.chain
 
-    copied = copying.copy_segment(
-        store.storage, target, entry, store.internals.workers, copying.Throttle(None)
-    )  # fmt: skip
+    copied = RelayReport()
+
+    copying.copy_segment(store.storage, target, entry, store.internals.workers, copying.Throttle(None), copied)
 
     listed = {stat.key: target.read(stat.key) for stat in target.list_objects("data")}
     assert copied.objects == len(listed)
