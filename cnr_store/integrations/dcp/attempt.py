@@ -68,7 +68,7 @@ class SaveAttempt:
         SaveInProgress
             Another thread is in the middle of it.
         """
-        if self._done.done() or self._finish.done():
+        if self._done.done():
             return
         if self._caller is not threading.current_thread():
             self._caller.join(_PATIENCE_S)  # DCP makes a thread for each save, which ends with it
@@ -77,7 +77,7 @@ class SaveAttempt:
                     "an earlier dcp.async_save of this storage writer is still under way; wait for the future that it "
                     "returned before you begin the next save"
                 )
-        self._finish.cancel()
+        self._finish.cancel()  # nothing happens if it is being finished
 
     def wait(self) -> None:
         """Block until the attempt is over, however it ended."""

@@ -6,6 +6,7 @@ import gc
 import io
 import pickle
 import threading
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from cnr_store import Store, TableOptions, verify_store
-from cnr_store.errors import BadInput, NonFiniteValues, Unsupported
+from cnr_store.errors import BadInput, NonFiniteValues, SaveInProgress, Unsupported
 from cnr_store.integrations.dcp import CnrStager, CnrStorageReader, CnrStorageWriter
 from cnr_store.maintenance.compaction.run import compact_run
 from cnr_store.serving import Loader
@@ -413,6 +414,54 @@ def test_async_saves_hold_what_was_there_when_they_began(store: Path, is_tracked
     assert [rows for _, rows in rows_of(store)] == [ROWS, 20, 20, 20]
     for version, state in enumerate(expected, start=2):
         assert_equal(load_into_new(store, version=version), state)
+
+
+def test_a_save_during_another_one_is_refused(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cnr_store.integrations.dcp.attempt._PATIENCE_S", 0.1)
+    begun, may_end = threading.Event(), threading.Event()
+
+    class Waiting(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            begun.set()
+            may_end.wait()
+            return super().resolve_data(write_item)
+
+    state = {"x": torch.ones(3)}
+    with CnrStorageWriter(store) as writer:
+        first = dcp.async_save(state, storage_writer=writer, planner=Waiting())
+        begun.wait()
+        error = error_of(lambda: dcp.async_save(state, storage_writer=writer).result())
+        may_end.set()
+        assert isinstance(error, SaveInProgress)
+        assert first.result().storage_data == {"version": 2}
+        assert dcp.async_save(state, storage_writer=writer).result().storage_data == {"version": 3}
+
+
+def test_tracked_tables_are_whole_again_when_the_state_dict_has_more(store: Path) -> None:
+    run = Run()
+    run.step()
+    tracker = RowTracker(run.model, optimizers=[run.optimizer])
+    with CnrStorageWriter(store, tracker=tracker) as writer:
+        for names in (["model"], ["model"], ["model", "optim"], ["model", "optim"]):
+            run.step(first=20)
+            state = {name: run.state()[name] for name in names}
+            dcp.async_save(state, storage_writer=writer).result()
+
+    assert rows_of(store) == [("baseline", ROWS), ("delta", 10)]
+    loaded = {name: Run(seed=1).state()[name] for name in ("model", "optim")}
+    dcp.load(loaded, storage_reader=CnrStorageReader(store))
+    assert_equal(loaded, copy_of({name: run.state()[name] for name in loaded}))
+
+
+def test_any_url_of_fsspec_is_a_store() -> None:
+    url = f"memory://{uuid.uuid4().hex}"
+    with CnrStorageWriter(url) as writer:
+        for value in (1.0, 2.0):
+            dcp.save({"x": torch.full((ROWS, DIM), value)}, storage_writer=writer)
+    loaded = {"x": torch.empty(ROWS, DIM)}
+    dcp.load(loaded, storage_reader=CnrStorageReader(url))
+
+    assert torch.equal(loaded["x"], torch.full((ROWS, DIM), 2.0))
 
 
 def test_kept_memory_is_used_again(store: Path) -> None:
