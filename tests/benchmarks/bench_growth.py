@@ -1,10 +1,9 @@
 """What grows with what: seconds, bytes, objects, requests and memory by rows, versions, tables and writers.
 
-``python tests/benchmarks/bench_growth.py [--sections rows,versions,tables,stall,writers] [--fsync]``. One thing grows
-at a time, the rows that a save touches stay the same number. Each section but ``stall``, which has ratios, has a table,
-a plot, and the exponent b of the fit ``a * n^b`` (least squares of the logarithms): 0 does not grow, 1 grows in
-proportion. Requests and objects are counted at the storage. Files are not fsynced unless ``--fsync`` is given: a disk's
-flush would hide what grows.
+``python tests/benchmarks/bench_growth.py [--sections rows,versions,tables,bags,writers] [--fsync]``. One thing grows
+at a time, the rows that a save touches stay the same number. Each section has a table, a plot, and the exponent b of
+the fit ``a * n^b`` (least squares of the logarithms): 0 does not grow, 1 grows in proportion. Requests and objects are
+counted at the storage. Files are not fsynced unless ``--fsync`` is given: a disk's flush would hide what grows.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from counting import REQUESTS
 from growing import DIM, Growing, Trained, shared_saves
 
-SECTIONS = ("rows", "versions", "tables", "stall", "writers")
+SECTIONS = ("rows", "versions", "tables", "bags", "writers")
 TOUCHED = 100_000
 SAME = 1.2
 MANY_TABLES = 1.5
@@ -165,11 +164,12 @@ def by_tables(
         store.close()
 
 
-def by_stall(report: harness.Report, folder: Path, sizes: Sequence[int], repeats: int) -> None:
+def by_bags(report: harness.Report, folder: Path, sizes: Sequence[int], repeats: int) -> None:
     """What a delta of as many rows of so many embedding bags holds the training up for, in CPU time of its thread."""
     touched = max(sizes) * 100
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    measured: dict[str, list[float]] = {}
     for optimizer in (torch.optim.Adagrad, torch.optim.SparseAdam):
         models = {size: Trained(folder, size, touched, optimizer) for size in sizes}
         harness.alternating({str(size): model.save for size, model in models.items()}, repeats)
@@ -182,9 +182,10 @@ def by_stall(report: harness.Report, folder: Path, sizes: Sequence[int], repeats
                     f"{optimizer.__name__}: stall of a delta of {size} tables / of {sizes[0]}", middle,
                     goal=MANY_STALLED, low=low, high=high,
                 )  # fmt: skip
-            report.note(f"      {size} tables: {1e3 * statistics.median(stalls):.2f} ms for {touched:,} rows")
+            measured.setdefault(f"stall with {optimizer.__name__}, s", []).append(statistics.median(stalls))
             model.close()
     torch.set_num_threads(threads)
+    show_growth(report, "bags", sizes, measured, f"{touched:,} rows in each save; CPU time of the training thread")
 
 
 def by_writers(
@@ -231,8 +232,8 @@ def main() -> None:
             by_versions(report, folder, options.versions, options.rows, options.repeats, fsync=options.fsync)
         if "tables" in chosen:
             by_tables(report, folder, options.tables, options.rows, options.repeats, fsync=options.fsync)
-        if "stall" in chosen:
-            by_stall(report, folder, options.tables, options.repeats)
+        if "bags" in chosen:
+            by_bags(report, folder, options.tables, options.repeats)
         if "writers" in chosen:
             by_writers(report, folder, options.writers, 4 * options.touched, options.touched, options.repeats)
     report.finish(options.json)

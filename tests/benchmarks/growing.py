@@ -165,6 +165,7 @@ class Trained:
 
     def __init__(self, folder: Path, bags: int, touched: int, optimizer: type[torch.optim.Optimizer]) -> None:
         torch.manual_seed(0)
+        torch.sparse.check_sparse_tensor_invariants.disable()  # as they are, said aloud: else Adagrad's step warns
         self.stall_s: list[float] = []
         self._rows, self._touched = 10 * touched // bags, touched // bags
         self._bags = torch.nn.ModuleList(
