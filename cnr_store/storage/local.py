@@ -48,7 +48,7 @@ class LocalStorage(Storage):
     """Objects as files below ``root``, which is created by the first write."""
 
     def __init__(self, root: str, *, fsync: bool = True, unsafe_single_writer: bool = False) -> None:
-        if os.open not in os.supports_dir_fd:
+        if not os.supports_dir_fd:
             raise Unsupported(
                 "a store in a local folder needs a system that opens files below an open folder (Linux, macOS); use an "
                 "object store (s3://, gs://, abfs://, http://), or the Windows Subsystem for Linux",
