@@ -148,12 +148,13 @@ def lattice_case(folder: Path) -> None:
         dense["layer.weight"] = dense["layer.weight"] + np.float32(step)
         with golden.writer.begin(step=step) as txn:
             txn.write_rows("user", rows, user[rows], slots=slots(rows))
+            txn.put_document("reader/0", document)  # the first delta keeps it, and the second keeps it from there
             if step == 300:
                 items[[0, 1, 2, 29]] *= np.float32(70)  # some codes leave int16
                 txn.write_rows(name, np.asarray([0, 1, 2, 29]), items[[0, 1, 2, 29]])
             txn.put_dense(dense, dtypes)
             version = txn.commit()
-        golden.expect(version, state(), dense=dense)
+        golden.expect(version, state(), dense=dense, documents=plain["documents"])
     golden.store.tag("best", first)
     with golden.writer.begin(step=400) as txn:
         txn.put_dense(dense, dtypes)

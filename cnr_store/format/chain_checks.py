@@ -121,8 +121,10 @@ def _rows_before(rows: tuple[int, int], num_rows: int, num_rows_before: int) -> 
 
 
 def _check_ends(index: int, before: Manifest | None, manifest: Manifest) -> Iterator[Contradiction]:
-    """Yield dropped tables and ended tensors that the state before does not have."""
+    """Yield dropped tables, ended tensors and kept documents that the state before does not have."""
     lost = set(manifest.dropped).difference(() if before is None else before.tables)
     lost |= set(manifest.ended).difference(() if before is None else before.dense)
     for name in sorted(lost):
         yield Contradiction(index, f"{name!r} is dropped, and the state before does not have it")
+    for name in sorted(set(manifest.kept).difference(() if before is None else before.documents)):
+        yield Contradiction(index, f"document {name!r} is kept, and the state before does not have it")

@@ -21,6 +21,7 @@ from cnr_store.format.records import (
     ArrayGroup,
     ChainEntry,
     DenseEntry,
+    DocumentEntry,
     ListLine,
     Manifest,
     ObjectEntry,
@@ -154,7 +155,12 @@ def resolved(document: SegmentDocument) -> Manifest:
     same = {name: getattr(document, name) for name in _SAME_FIELDS}
     own = segment_name(document.base, document.txn)
     dense = {name: DenseEntry(**msgspec.structs.asdict(line), segment=own) for name, line in document.dense.items()}
-    return Manifest(**same, **expand(document)._asdict(), dense=dense, recorded=tuple(document.tables))
+    expanded = expand(document)
+    objects = {entry.path: entry for entry in expanded.objects}
+    if lost := [path for path in document.documents.values() if path not in objects]:
+        raise ValueError(f"document {lost[0]} is not in the inventory")
+    documents = {name: DocumentEntry(own, objects[path]) for name, path in document.documents.items()}
+    return Manifest(**same, **expanded._asdict(), dense=dense, documents=documents, recorded=tuple(document.tables))
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:
@@ -183,9 +189,8 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     return manifest
 
 
-_SAME_FIELDS = tuple(
-    name for name in Manifest.__struct_fields__ if name not in (*Expanded._fields, "dense", "recorded")
-)
+_OWN_FIELDS = ("dense", "documents", "recorded")
+_SAME_FIELDS = tuple(name for name in Manifest.__struct_fields__ if name not in (*Expanded._fields, *_OWN_FIELDS))
 
 
 def decode_segment(data: bytes, entry: ChainEntry, where: str) -> Manifest:

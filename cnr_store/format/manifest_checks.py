@@ -51,14 +51,16 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
         check_name(name)
     if manifest.kind == "baseline" and (manifest.dropped or manifest.ended):
         yield "a baseline drops what no state has"
+    if manifest.kind == "baseline" and manifest.kept:
+        yield "a baseline keeps documents of no state"
     both = [*(set(manifest.dropped) & manifest.tables.keys()), *(set(manifest.ended) & manifest.dense.keys())]
     if both:
         yield f"{both[0]!r} is both dropped and there"
-    for name, path in manifest.documents.items():
+    for name in (*manifest.documents, *manifest.kept):
         for node in name.split("/"):
             check_name(node)
-        if path not in known:
-            yield f"document {path} is not in the inventory"
+    if len({*manifest.documents, *manifest.kept}) != len(manifest.documents) + len(manifest.kept):
+        yield "a document is kept twice, or kept and stored"
     for name, schema in manifest.tables.items():
         yield from _schema_problems(name, schema)
     for part in manifest.parts:

@@ -1,7 +1,8 @@
 """The state of a chain from its manifests, and the changes that a delta's manifest must record.
 
 A baseline records everything. A delta records its changes: changed tables with their schema and all their parts,
-dropped tables, written dense tensors, ended dense tensors. The rest is unchanged (spec, CNR-DOC-24). Pure, no I/O.
+dropped tables, written dense tensors, ended dense tensors, stored and kept documents. The rest is unchanged (spec,
+CNR-DOC-24). Pure, no I/O.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ def with_state(before: Manifest | None, own: Manifest) -> Manifest:
     tables = {name: schema for name, schema in before.tables.items() if name not in gone} | own.tables
     parts = {name: _untouched(ends) for name, ends in before.parts_of.items() if name not in gone} | own.parts_of
     dense = {name: entry for name, entry in before.dense.items() if name not in own.ended} | own.dense
+    documents = {name: before.documents[name] for name in own.kept if name in before.documents} | own.documents
     whole = tuple(chain.from_iterable(parts.values()))
-    found = msgspec.structs.replace(own, tables=tables, parts=whole, dense=dense)
+    found = msgspec.structs.replace(own, tables=tables, parts=whole, dense=dense, documents=documents)
     found.__dict__["parts_of"] = parts  # the cached property would compute the same
     return found
 

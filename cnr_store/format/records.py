@@ -379,14 +379,25 @@ class DenseEntry(TensorLine, frozen=True, kw_only=True):
     segment: str
 
 
+class DocumentEntry(NamedTuple):
+    """A document of a state: the segment of the chain that has its object, and what that is; in memory alone."""
+
+    segment: str
+    object: ObjectEntry
+
+
 class Written(msgspec.Struct, frozen=True, kw_only=True):
-    """What writers put: parts, groups of arrays with their rows, dense tensors, documents, and all other objects."""
+    """What writers put: parts, the groups of arrays with their rows, dense tensors, documents, all other objects.
+
+    ``kept`` are documents of the state before that this one has, too.
+    """
 
     parts: tuple[PartLine, ...]
     groups: tuple[ArrayGroup, ...] = ()
     dense: dict[Name, TensorLine] = {}
     dense_arrays: tuple[ArrayGroup, ...] = ()
     documents: dict[Text, KeyPath] = {}
+    kept: tuple[Text, ...] = ()
     objects: tuple[ObjectEntry, ...]
 
 
@@ -424,9 +435,9 @@ class SegmentDocument(Written, frozen=True, kw_only=True):
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A segment's manifest as a reader uses it; never stored.
 
-    ``tables``, ``parts`` and ``dense`` are those of the state at ``l1`` after `manifest_state.with_state`, and those in
-    the document before. ``recorded`` names the tables in the document. ``arrays`` are those of all row lists, whole.
-    ``objects`` are all objects of the segment, also those of arrays.
+    ``tables``, ``parts``, ``dense`` and ``documents`` are those of the state at ``l1`` after
+    `manifest_state.with_state`, and those in the document before. ``recorded`` names the tables in the document.
+    ``arrays`` are those of all row lists, whole. ``objects`` are all objects of the segment, also those of arrays.
     """
 
     format: int
@@ -445,7 +456,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     dense: dict[str, DenseEntry] = {}
     dense_arrays: tuple[ArrayEntry, ...] = ()
     scalars: dict[str, JsonValue] = {}
-    documents: dict[str, str] = {}
+    documents: dict[str, DocumentEntry] = {}
+    kept: tuple[str, ...] = ()
     objects: tuple[ObjectEntry, ...]
 
     @cached_property

@@ -65,7 +65,7 @@ def segment_sizes(manifest: Manifest, *, segment_bytes: int | None = None) -> Se
         The chain entry's ``bytes``: what it holds beyond the inventory is the manifest itself.
     """
     kinds = _kinds_of_arrays(manifest)
-    documents = set(manifest.documents.values())
+    documents = {entry.object.path for entry in manifest.documents.values()}
     found = dict.fromkeys((field.name for field in fields(SegmentSizes)), 0)
     for entry in manifest.objects:
         array, mark, _ = entry.path.rpartition("/c/")

@@ -203,7 +203,7 @@ class Snapshot:
 
     @property
     def documents(self) -> list[str]:
-        """Names of the documents saved with the state (``reader/0``, ``trainer/0`` ...)."""
+        """Names of the documents saved with the state (``reader/0``, ``trainer/0``, ``rng/0/torch`` ...)."""
         return sorted(self.readers[-1].manifest.documents) if self.readers else []
 
     def read_document(self, name: str, tensor_hook: document_tree.TensorHook | None = None) -> Any:
@@ -215,9 +215,11 @@ class Snapshot:
         ------
         TableNotFound
         """
-        if not self.readers:
-            raise TableNotFound(f"version {self.version} has no document {name!r}", version=self.version)
-        return document_tree.decode(self.readers[-1].read_document(name), tensor_hook)
+        entry = self.readers[-1].manifest.documents.get(name) if self.readers else None
+        if entry is None:
+            raise TableNotFound(f"version {self.version} has no document {name!r}", path=name, version=self.version)
+        holder = next(one for one in self.readers if one.name == entry.segment)
+        return document_tree.decode(holder.read_document(name), tensor_hook)
 
     def plan(
         self,

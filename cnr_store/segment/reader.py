@@ -308,19 +308,19 @@ class SegmentReader:
         return rows
 
     def read_document(self, name: str) -> JsonValue:
-        """Return a JSON document of this segment by name.
+        """Return a JSON document that is stored in this segment by name.
 
         Raises
         ------
         TableNotFound
             If the segment has none of that name.
         """
-        path = self.manifest.documents.get(name)
-        if path is None:
+        entry = self.own.documents.get(name)
+        if entry is None:
             raise TableNotFound(f"segment {self.name} has no document {name!r}", path=name)
-        key = layout.segment_key(self.name, path)
+        key = layout.segment_key(self.name, entry.object.path)
         try:
-            return loads(unpack(self.read_object(path), key), JSON, deepest=MAX_TREE_NESTING)
+            return loads(unpack(self.read_object(entry.object.path), key), JSON, deepest=MAX_TREE_NESTING)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise CorruptStore(f"document {key} cannot be parsed: {error}; run `cnr verify`", path=key) from error
 

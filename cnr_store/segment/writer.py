@@ -41,7 +41,6 @@ from cnr_store.runtime.threads import Throttle, Workers, blocks
 from cnr_store.segment.groups import GroupShape, RowList, SharedGroup, WrittenList, WrittenPart
 from cnr_store.segment.open_shards import OpenShards
 from cnr_store.storage import Storage, object_digest
-from cnr_store.types import JsonValue
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +79,7 @@ class SegmentWriter:
         self._dense: dict[str, TensorLine] = {}
         self._dense_arrays: dict[str, ArrayEntry] = {}
         self._documents: dict[str, str] = {}
+        self._kept: list[str] = []
 
     def write_row_list(self, operation: str, row_list: RowList) -> WrittenList:
         """Write one row list, which is not empty: into arrays of its own, or into those that small ones share.
@@ -193,14 +193,18 @@ class SegmentWriter:
         for dtype_name, names in sorted(by_dtype.items()):
             self._write_pack(dtype_name, [(name, np.asarray(tensors[name], order="C")) for name in names], dtypes)
 
-    def write_document(self, name: str, document: JsonValue) -> None:
-        """Have `finish` put a JSON document (reader state, RNG state) under ``<writer>/<name>.json.zst``."""
+    def write_document(self, name: str, data: bytes) -> None:
+        """Have `finish` put a packed document (reader state, RNG state) under ``<writer>/<name>.json.zst``."""
         # The ending goes through the encoding: a document named _receipt must not become the receipt.
         path = "/".join([self.folder, *(layout.encode_name(part) for part in f"{name}.json.zst".split("/"))])
         if name in self._documents:
             raise CorruptStore(f"segment {self.name}: {path} would be written twice", path=path)
-        self._waiting.append(partial(self._put, path, pack(document)))
+        self._waiting.append(partial(self._put, path, data))
         self._documents[name] = path
+
+    def keep_document(self, name: str) -> None:
+        """Record that a document is that of the state before, whose segment has its bytes. No I/O."""
+        self._kept.append(name)
 
     def finish(
         self, *, txn: str, rank: int, world: int, attempt: str, base: int, l0: int, parts: Sequence[WrittenPart]
@@ -226,7 +230,7 @@ class SegmentWriter:
         return Receipt(
             txn=txn, rank=rank, world=world, attempt=attempt, base=base, l0=l0,
             parts=tuple(part.line() for part in parts), groups=tuple(groups[path] for path in sorted(groups)),
-            dense=self._dense, dense_arrays=tuple(packs), documents=self._documents,
+            dense=self._dense, dense_arrays=tuple(packs), documents=self._documents, kept=tuple(sorted(self._kept)),
             objects=tuple(self._objects[path] for path in sorted(self._objects) if path not in inside),
         )  # fmt: skip
 
@@ -363,7 +367,7 @@ def merge_receipts(
     for kind in ("documents", "dense"):
         owners: dict[str, int] = {}
         for receipt in ordered:
-            for name in getattr(receipt, kind):
+            for name in (*getattr(receipt, kind), *(receipt.kept if kind == "documents" else ())):
                 if owners.setdefault(name, receipt.rank) != receipt.rank:
                     raise BadInput(
                         f"ranks {owners[name]} and {receipt.rank} both saved {name!r} ({kind}); give it to one rank, "
@@ -376,6 +380,7 @@ def merge_receipts(
         "dense": {name: entry for receipt in ordered for name, entry in receipt.dense.items()},
         "dense_arrays": tuple(entry for receipt in ordered for entry in receipt.dense_arrays),
         "documents": {name: path for receipt in ordered for name, path in receipt.documents.items()},
+        "kept": tuple(sorted(name for receipt in ordered for name in receipt.kept)),
         "objects": tuple(entry for receipt in ordered for entry in receipt.objects),
     }
 

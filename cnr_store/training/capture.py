@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
 import torch
 
-from cnr_store.training.document import FORMAT, RateDocument
+from cnr_store.training.document import FORMAT, PROGRESS, TRAINER, RateDocument, equal_states, rng_name
 from cnr_store.training.reader import Stateful
 from cnr_store.training.rng import capture_rng
 from cnr_store.training.state import StatePlan, add_stepped, dense_tensors, optimizer_documents
@@ -32,36 +33,41 @@ def put_dense_state(
         transaction.drop_dense(name)
 
 
-def trainer_document(
+def trainer_documents(
     plan: StatePlan,
     optimizers: Sequence[torch.optim.Optimizer],
     tables: Mapping[str, Mapping[str, Any]],
     extras: Mapping[str, Stateful],
     rate: RateDocument,
-    *,
-    with_rng: bool,
-) -> dict[str, Any]:
-    """Return everything that is no tensor of its own: hyperparameters, step counters, generators, extras; live.
+) -> dict[str, dict[str, Any]]:
+    """Return, by name, the documents of all that is no tensor of its own: hyperparameters, step counters, extras; live.
 
     ``tables``: ``slots``, ``fused`` and ``stepped`` of the tables on all ranks.
     """
-    documents = optimizer_documents(plan, optimizers)
-    add_stepped(documents, tables["stepped"])
+    found = optimizer_documents(plan, optimizers)
+    add_stepped(found, tables["stepped"])
+    groups = [[group["parameters"] for group in one["groups"]] for one in found]
     return {
-        "format": FORMAT,
-        "optimizers": documents,
-        "slots": tables["slots"],
-        "fused": tables["fused"],
-        "rng": capture_rng() if with_rng else {},
-        "extras": {name: extra.state_dict() for name, extra in extras.items()},
-        "rate": msgspec.to_builtins(rate),
+        TRAINER: {
+            "format": FORMAT,
+            "optimizers": [{"class": one["class"], "groups": own} for one, own in zip(found, groups, strict=True)],
+            "slots": tables["slots"],
+        },
+        PROGRESS: {
+            "options": [[group["options"] for group in one["groups"]] for one in found],
+            "state": [
+                equal_states(one["state"], [*chain.from_iterable(own)]) for one, own in zip(found, groups, strict=True)
+            ],
+            "fused": tables["fused"],
+            "extras": {name: extra.state_dict() for name, extra in extras.items()},
+            "rate": msgspec.to_builtins(rate),
+        },
     }
 
 
-def rank_document(*, with_rng: bool) -> dict[str, Any]:
-    """Return the document of a rank other than 0: its random generators."""
-    rng = capture_rng() if with_rng else {}
-    return {"format": FORMAT, "optimizers": [], "slots": {}, "fused": {}, "rng": rng, "extras": {}}
+def rng_documents(rank: int) -> dict[str, Any]:
+    """Return, by name, the documents of the generators of a rank's process."""
+    return {rng_name(rank, generator): state for generator, state in capture_rng().items()}
 
 
 def rows_to_write(taken: Taken, decision: Decision, changed: Cumulative) -> RowIds:

@@ -1,18 +1,25 @@
-"""The document ``trainer/0`` as it is read back: checked in full before anything is done with it.
+"""The documents of a trainer: how they are stored, and read back checked in full before anything is done with them.
 
-It comes from the store, so it may hold anything; what follows may rely on its form.
+They come from the store, so they may hold anything; what follows may rely on their form. A delta stores only documents
+that changed, so what changes with a step (``progress/0``) stands apart from what does not (``trainer/0``), and each
+generator by itself (``rng/<rank>/<generator>``).
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from cnr_store.errors import CorruptStore, NewerFormat
+from cnr_store.format.document_tree import encode
+from cnr_store.format.documents import canonical_json
+from cnr_store.training.tensors import leaf_of
 
 TRAINER = "trainer/0"
+PROGRESS = "progress/0"
 FORMAT = 1
 
 Size = Annotated[int, msgspec.Meta(ge=0)]
@@ -60,51 +67,117 @@ class RateDocument(msgspec.Struct, frozen=True):
 
 
 class TrainerDocument(msgspec.Struct, frozen=True):
-    """Everything of a training state that is no tensor of its own. ``slots``: by table and slot name.
+    """Everything of a training state that is no tensor of its own, but for the generators.
 
-    Rank 0 says it for all, but for the generators: ``trainer/<rank>`` of the other ranks hold theirs. ``fused``: by
-    table, state of optimizers that are fused into backward.
+    ``slots``: by table and slot name. ``fused``: by table, state of optimizers that are fused into backward.
     """
 
     format: int
     optimizers: list[OptimizerDocument]
     slots: dict[str, dict[str, SlotDocument]]
-    rng: dict[str, Any]
     extras: dict[str, Any]
     fused: dict[str, dict[str, Any]] = {}
     rate: RateDocument = RateDocument()
 
 
-def trainer_name(rank: int) -> str:
-    """Return the name of a rank's document."""
-    return f"trainer/{rank}"
+class StoredOptimizer(msgspec.Struct, frozen=True, rename={"kind": "class"}):
+    """What of an optimizer stays as it is: its class, and the names of the parameters of each group."""
+
+    kind: str
+    groups: list[list[str]]
 
 
-def trainer_of(value: Any) -> TrainerDocument:
-    """Return the document that a store's ``trainer/0`` is, decoded.
+class StoredTrainer(msgspec.Struct, frozen=True):
+    """``trainer/0``: what of a `TrainerDocument` no step changes. It has the names of all parameters."""
+
+    format: int
+    optimizers: list[StoredOptimizer]
+    slots: dict[str, dict[str, SlotDocument]]
+
+
+class EqualState(msgspec.Struct, frozen=True):
+    """Small state that several parameters of an optimizer have; they are [start, stop) of all its names."""
+
+    value: dict[str, Any]
+    parameters: list[tuple[Size, Size]]
+
+
+class StoredProgress(msgspec.Struct, frozen=True):
+    """``progress/0``: the rest of a `TrainerDocument`.
+
+    ``options`` (by group) and ``state`` are lists with an item for each optimizer.
+    """
+
+    options: list[list[dict[str, Any]]]
+    state: list[list[EqualState]]
+    extras: dict[str, Any]
+    fused: dict[str, dict[str, Any]] = {}
+    rate: RateDocument = RateDocument()
+
+
+def rng_name(rank: int, generator: str = "") -> str:
+    """Return the name of the document of one of a rank's generators; without one, what all these names begin with."""
+    return f"rng/{rank}/{generator}"
+
+
+def equal_states(states: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the small state of an optimizer's parameters as lists of `EqualState`; ``names`` in the groups' order."""
+    found: dict[bytes, dict[str, Any]] = {}
+    for index, name in enumerate(names):
+        if value := states.get(name):
+            equal = found.setdefault(canonical_json(encode(value, leaf_of)), {"value": value, "parameters": []})
+            ranges = equal["parameters"]
+            if ranges and ranges[-1][1] == index:
+                ranges[-1][1] = index + 1
+            else:
+                ranges.append([index, index + 1])
+    return list(found.values())
+
+
+def trainer_of(trainer: Any, progress: Any) -> TrainerDocument:
+    """Return the document of a trainer from its two stored ones, decoded.
 
     Raises
     ------
     CorruptStore
-        It is not what a trainer writes; says where.
+        They are not what a trainer writes; says which and where.
     NewerFormat
     """
-    found = value.get("format") if isinstance(value, dict) else None
+    found = trainer.get("format") if isinstance(trainer, dict) else None
     if isinstance(found, int) and found > FORMAT:
         raise NewerFormat(
             f"document {TRAINER} has format {found}, this library reads {FORMAT}; use a newer release",
             path=TRAINER, expected=FORMAT, found=found,
         )  # fmt: skip
+    path = TRAINER
     try:
-        document = msgspec.convert(value, TrainerDocument)
+        fixed = msgspec.convert(trainer, StoredTrainer)
+        path = PROGRESS
+        moved = msgspec.convert(progress, StoredProgress)
+        optimizers = _optimizers_of(fixed, moved)
     except msgspec.ValidationError as error:
         raise CorruptStore(
-            f"document {TRAINER} is not what a trainer writes: {error}; restore another version", path=TRAINER
+            f"document {path} is not what a trainer writes: {error}; restore another version", path=path
         ) from error
-    for optimizer in document.optimizers:
-        if any("params" in group.options for group in optimizer.groups):
-            raise CorruptStore(
-                f"document {TRAINER} has parameters among the options of {optimizer.kind}; restore another version",
-                path=TRAINER,
-            )
-    return document
+    return TrainerDocument(fixed.format, optimizers, fixed.slots, moved.extras, moved.fused, moved.rate)
+
+
+def _optimizers_of(trainer: StoredTrainer, progress: StoredProgress) -> list[OptimizerDocument]:
+    if not len(trainer.optimizers) == len(progress.options) == len(progress.state):
+        raise msgspec.ValidationError("it has options or state of other optimizers")
+    found = []
+    for one, options, states in zip(trainer.optimizers, progress.options, progress.state, strict=True):
+        if len(one.groups) != len(options):
+            raise msgspec.ValidationError(f"{one.kind} has options of other groups")
+        if any("params" in own for own in options):
+            raise msgspec.ValidationError(f"{one.kind} has parameters among its options")
+        names = [name for group in one.groups for name in group]
+        state: dict[str, dict[str, Any]] = {name: {} for name in names}
+        for equal in states:
+            for start, stop in equal.parameters:
+                if not start < stop <= len(names) or any(state[name] for name in names[start:stop]):
+                    raise msgspec.ValidationError(f"{one.kind} has state of parameters [{start}, {stop})")
+                state |= dict.fromkeys(names[start:stop], equal.value)
+        groups = [GroupDocument(group, own) for group, own in zip(one.groups, options, strict=True)]
+        found.append(OptimizerDocument(one.kind, groups, state))
+    return found

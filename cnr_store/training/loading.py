@@ -15,7 +15,7 @@ from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.arguments import checked_choice
 from cnr_store.runtime.ranks import Ranks, rank_zero, together
 from cnr_store.store import Store
-from cnr_store.training.document import TRAINER, TrainerDocument, trainer_name, trainer_of
+from cnr_store.training.document import PROGRESS, TRAINER, TrainerDocument, rng_name, trainer_of
 from cnr_store.training.matching import Resize, RestorePlan, plan_restore, without_optimizers
 from cnr_store.training.ranks import ranks_of_this_training
 from cnr_store.training.resizing import fill_new_rows
@@ -125,7 +125,10 @@ def plan_loading(
     snapshot = store.snapshot(version)
     trainer = None
     if TRAINER in snapshot.documents:
-        trainer = trainer_of(snapshot.read_document(TRAINER, tensor_of))
+        trainer = trainer_of(
+            snapshot.read_document(TRAINER, tensor_of),
+            snapshot.read_document(PROGRESS, tensor_of) if PROGRESS in snapshot.documents else None,
+        )
     schemas, dense = snapshot.tables, snapshot.dense
     if weights_only:
         (schemas, dense), trainer = without_optimizers(schemas, dense), None
@@ -152,15 +155,14 @@ def check_extras(trainer: TrainerDocument | None, extras: Mapping[str, Any]) -> 
 
 
 def stored_rng(planned: Planned, rank: int) -> dict[str, Any] | None:
-    """Return the generators of a rank; None if the ranks that saved were fewer. Blocks."""
-    trainer, snapshot = planned.trainer, planned.snapshot
-    if rank == 0 or trainer is None:
-        return None if trainer is None else trainer.rng
-    name = trainer_name(rank)
-    if name not in snapshot.documents:
-        logger.warning("%s: rank %d had no random generators when this was saved", name, rank)
+    """Return the generators of a rank; None if the ranks that saved were fewer, or saved none. Blocks: a GET each."""
+    snapshot, prefix = planned.snapshot, rng_name(rank)
+    if planned.trainer is None:
         return None
-    return trainer_of(snapshot.read_document(name, tensor_of)).rng
+    found = [name for name in snapshot.documents if name.startswith(prefix)]
+    if not found and any(name.startswith(rng_name(0)) for name in snapshot.documents):
+        logger.warning("version %d: rank %d had no random generators when this was saved", snapshot.version, rank)
+    return {name.removeprefix(prefix): snapshot.read_document(name, tensor_of) for name in found} or None
 
 
 def looking_again(load: Callable[[], Loaded], *, is_head: bool) -> Loaded:

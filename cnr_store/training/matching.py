@@ -131,7 +131,7 @@ def plan_restore(
     Parameters
     ----------
     trainer
-        The document ``trainer/0``; None if the checkpoint was not written by a trainer.
+        The documents ``trainer/0`` and ``progress/0``; None if the checkpoint was not written by a trainer.
     name_map
         Stored table name to mine; others keep their names.
     strict

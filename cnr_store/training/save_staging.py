@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from cnr_store.errors import BackgroundSaveFailed
 from cnr_store.runtime.ranks import together
 from cnr_store.training.background import WEIGHT, LiveRead, SaveJob, TouchedRows, WholeShard
-from cnr_store.training.capture import put_dense_state, rank_document, rows_to_write, trainer_document
+from cnr_store.training.capture import put_dense_state, rng_documents, rows_to_write, trainer_documents
 from cnr_store.training.chain_state import ChainState
 from cnr_store.training.devices import rows_as_codes, wait_for_streams
-from cnr_store.training.document import trainer_name
 from cnr_store.training.failures import failure_message
 from cnr_store.training.live_training import LiveTraining
 from cnr_store.training.position import TrainingPosition
@@ -147,19 +147,20 @@ class SaveStager:
         """Hand over what is no row of a table: rank 0 says it for all, but for generators and readers."""
         training, rank = self.training, self.training.ranks.rank
         reader = self.position.document()  # before the generators: a loader may draw for its first state
+        documents: dict[str, Any] = {}
         if rank == 0:
             known = writer.snapshot.dense if writer.is_synced else ()
             put_dense_state(transaction, known, plan.state, training.optimizers)
             transaction.put_scalars({"step": self.position.step})
-            document = trainer_document(
-                plan.state, training.optimizers, plan.tables, training.extras, self.chain.rate.document(),
-                with_rng=self.saves_rng,
-            )  # fmt: skip
-        else:
-            document = rank_document(with_rng=self.saves_rng)
-        transaction.put_document(trainer_name(rank), document, leaf_of)
+            documents |= trainer_documents(
+                plan.state, training.optimizers, plan.tables, training.extras, self.chain.rate.document()
+            )
+        if self.saves_rng:
+            documents |= rng_documents(rank)
         if reader is not None:
-            transaction.put_document(reader_name(rank), reader, leaf_of)
+            documents[reader_name(rank)] = reader
+        for name, document in documents.items():
+            transaction.put_document(name, document, leaf_of)
 
     def _whole_shards(self, plan: SavePlan, tables: set[str]) -> dict[str, WholeShard]:
         """This rank's shards of tables, by name."""

@@ -1,7 +1,7 @@
 """Plans where each part of a model and its optimizers is stored in a checkpoint. Changes nothing.
 
 Tables and their slots are stored by row. Every other tensor is stored as a dense tensor. Numbers, hyperparameters and
-the layout of the optimizers are stored in the document ``trainer/0``.
+the layout of the optimizers are stored in the documents ``trainer/0`` and ``progress/0``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cnr_store.write.table_options import TableOptions
 from cnr_store_gpu import plan_tables, scalar_state
 
 INLINE_ELEMENTS = 1
-"""Optimizer tensors of at most so many elements (step counters) are stored in the trainer document."""
+"""Optimizer tensors of at most so many elements (step counters) are stored in the document ``progress/0``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +135,7 @@ def optimizer_tensor_name(optimizer: int, parameter: str, key: str) -> str:
 
 
 def is_inline(value: Any) -> bool:
-    """Return whether a piece of optimizer state is stored in the trainer document, not in a dense tensor."""
+    """Return whether a piece of optimizer state is stored in the document ``progress/0``, not in a dense tensor."""
     return not isinstance(value, torch.Tensor) or value.numel() <= INLINE_ELEMENTS
 
 

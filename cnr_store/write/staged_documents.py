@@ -10,9 +10,11 @@ import numpy as np
 from cnr_store.errors import BadInput, TableNotFound
 from cnr_store.format import document_tree
 from cnr_store.format.layout import check_name
+from cnr_store.format.packed import pack
 from cnr_store.format.records import Manifest
 from cnr_store.segment.codes import Array
 from cnr_store.segment.writer import check_dense_dtype
+from cnr_store.storage import object_digest
 from cnr_store.types import JsonValue
 from cnr_store.write.argument_checks import check_json
 from cnr_store.write.part_layout import DenseTensors, PartWriter
@@ -75,11 +77,20 @@ class StagedDocuments:
         self._documents[name] = document_tree.encode(value, default)
 
     def write(self, parts: PartWriter, base: Manifest | None) -> None:
-        """Put documents and, on rank 0, dense tensors that are not those of the manifest that it is a delta to."""
+        """Put documents and, on rank 0, dense tensors, but for those that ``base`` has with the same bytes.
+
+        ``base``: the manifest that the segment is a delta to; None of a baseline.
+        """
         if self._state.setup.ranks.rank == 0:
             self.tensors = parts.write_dense(self._dense, self._state.snapshot, base)
+        held = {} if base is None else base.documents
         for name, document in self._documents.items():
-            parts.out.write_document(name, document)
+            data = pack(document)
+            old = held[name].object if name in held else None
+            if old is not None and (old.size, old.xxh3_128) == (len(data), object_digest(data)):
+                parts.out.keep_document(name)
+            else:
+                parts.out.write_document(name, data)
 
     def _refuse_unless_first(self, what: str) -> None:
         if self._state.setup.ranks.rank > 0:

@@ -367,7 +367,8 @@ class Transaction:
         """Save nested plain data (reader state, RNG state): dicts, lists, tuples, bytes, numbers, numpy arrays.
 
         ``value`` is encoded now and not kept. ``default`` maps leaves of other kinds (tensors) to arrays. Every
-        rank may save documents, under names of its own.
+        rank may save documents, under names of its own. A document that is not given is no part of the new state; of
+        one that is given and has not changed, a delta stores only the name.
 
         Raises
         ------

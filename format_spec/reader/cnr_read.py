@@ -211,7 +211,7 @@ class Segment:  # [4.1]: a manifest and the objects that it lists
         sane = self.name == f"{manifest['base']:020d}-{manifest['txn']}" and rows == entry["rows"]
         need(sane and sum(one["size"] for _, one in objects) <= entry["bytes"], *bad)
         names = [*tables, *manifest["dense"], *(slot for table in tables.values() for slot in table["slots"])]
-        names += [node for name in manifest["documents"] for node in name.split("/")]
+        names += [node for name in (*manifest["documents"], *manifest["kept"]) for node in name.split("/")]
         need({*manifest["documents"].values()} <= {*self.objects} and all(map(is_name, names)), *bad)
         need(all(areas[k] == t["num_rows"] * t["dim"] <= (t["keys"] == "dense") << 50 for k, t in tables.items()), *bad)
         for tensor in manifest["dense"].values():  # [4.6]
@@ -249,14 +249,15 @@ class Segment:  # [4.1]: a manifest and the objects that it lists
 
 class Snapshot:
     def __init__(self, segments, record):
-        self.last = segments[-1].manifest if segments else {"documents": {}, "scalars": {}}
+        self.last, self.documents = segments[-1].manifest if segments else {"scalars": {}}, {}
         self.segments, self.record, self.tables, self.dense, self.ends, lives = segments, record, {}, {}, {}, {}
         for segment in segments:  # [3.5] CNR-DOC-24: a manifest states what it changes
-            own, tables, ends = segment.manifest, self.tables, self.ends
-            need({*own["dropped"]} <= {*tables} - {*own["tables"]}, "corrupt_store", f"{segment.name}: dropped")
-            need({*own["ended"]} <= {*self.dense} - {*own["dense"]}, "corrupt_store", f"{segment.name}: ended")
-            self.dense = {name: one for name, one in self.dense.items() if name not in own["ended"]}
-            self.dense |= {name: (segment, one) for name, one in own["dense"].items()}
+            own, tables, ends, dense = segment.manifest, self.tables, self.ends, self.dense
+            has = {"tables": tables, "dense": dense, "documents": self.documents}
+            for key, (new, old) in zip(("dropped", "ended", "kept"), has.items(), strict=True):
+                need({*own[key]} <= {*old} - {*own[new]}, "corrupt_store", f"{segment.name}: {key}")
+            self.dense = {k: dense[k] for k in dense if k not in own["ended"]} | dict.fromkeys(own["dense"], segment)
+            self.documents = {k: self.documents[k] for k in own["kept"]} | dict.fromkeys(own["documents"], segment)
             segment.tables = self.tables = {k: v for k, v in tables.items() if k not in own["dropped"]} | own["tables"]
             self.ends = {k: ends[k] for k in ends if k in self.tables} | {name: {} for name in own["tables"]}
             for name, table in own["tables"].items():  # [4.3] CNR-SEG-18: what stays within a generation
@@ -275,13 +276,13 @@ class Snapshot:
                 need(not same or end is None or part["base_digest"] in (None, end), "corrupt_store", segment.name)
 
     def read_dense(self, name):  # [4.6]
-        segment, entry = self.dense[name]
+        entry = (segment := self.dense[name]).manifest["dense"][name]
         flat = segment.array(segment.arrays[entry["path"]])[entry["offset"] :][: math.prod(entry["shape"])]
         need(xxhash.xxh3_128_hexdigest(flat.tobytes()) == entry["digest"], "corrupt_object", f"dense {name}: digest")
         return flat.reshape(entry["shape"])
 
     def read_document(self, name):  # [4.7], with its $ tags
-        return json.loads(unzstd(self.segments[-1].read(self.last["documents"][name]), name))
+        return json.loads(unzstd((held := self.documents[name]).read(held.manifest["documents"][name]), name))
 
     def read_table(self, name):  # {"values", slots, and "keys" of a hashed table}; (n, ranges) if a slot has several
         schema, named = self.tables[name], [s.tables.get(name, {}) for s in self.segments]
@@ -405,8 +406,7 @@ def unpack(chunk, count, dtype, is_gaps):  # [4.2]: planes of digits, the top on
 
 def mix(x):  # splitmix64
     z = ((x := x + U(GOLDEN)) ^ x >> U(30)) * U(0xBF58476D1CE4E5B9)
-    z = (z ^ z >> U(27)) * U(0x94D049BB133111EB)
-    return z ^ z >> U(31)
+    return (z := (z ^ z >> U(27)) * U(0x94D049BB133111EB)) ^ z >> U(31)
 
 
 def narrow(values, dtype):  # [5.1]: nearest, ties to even; finite values stay finite

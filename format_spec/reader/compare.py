@@ -43,7 +43,7 @@ def _compare_version(snapshot: Snapshot, other: Any, where: str) -> int:
     compared = 0
     assert sorted(snapshot.tables) == sorted(other.tables), f"{where}: other tables"
     assert sorted(snapshot.dense) == sorted(other.dense), f"{where}: other dense tensors"
-    assert snapshot.documents == sorted(other.last["documents"]), f"{where}: other documents"
+    assert snapshot.documents == sorted(other.documents), f"{where}: other documents"
     assert snapshot.scalars == other.last["scalars"], f"{where}: other scalars"
     for table in snapshot.tables:
         arrays = other.read_table(table)

@@ -160,6 +160,9 @@ CASES: list[tuple[Document, str]] = [
     ({"ended": ["w"]}, "'w' is both dropped and there"),
     ({"kind": "baseline", "dropped": ["other"]}, "a baseline drops what no state has"),
     ({"kind": "baseline", "ended": ["other"]}, "a baseline drops what no state has"),
+    ({"kind": "baseline", "kept": ["other"]}, "a baseline keeps documents of no state"),
+    ({"kept": ["reader"]}, "kept twice, or kept and stored"),
+    ({"kept": ["other", "other"]}, "kept twice, or kept and stored"),
 ]  # fmt: skip
 
 
@@ -255,6 +258,7 @@ def test_the_chain_that_the_others_are_made_of_is_sound() -> None:
         (as_it_is, lambda new: new["tables"]["t"].update(shift=9), "goes from 0 to 9 within one chain"),
         (as_it_is, lambda new: new.update(dropped=["other"]), "'other' is dropped, and the state before does not"),
         (as_it_is, lambda new: new.update(ended=["t"]), "'t' is dropped, and the state before does not"),
+        (as_it_is, lambda new: new.update(kept=["t"]), "document 't' is kept, and the state before does not"),
     ],
 )
 def test_manifests_that_contradict_each_other_are_refused(before: Any, after: Any, message: str) -> None:

@@ -47,7 +47,7 @@ def independent_read(root: Path) -> None:
             snapshot.read_table(table)
         for name in snapshot.dense:
             snapshot.read_dense(name)
-        for name in snapshot.last["documents"]:
+        for name in snapshot.documents:
             snapshot.read_document(name)
 
 

@@ -16,6 +16,8 @@ import pytest
 import zarr
 
 from cnr_store import Store, TableOptions
+from cnr_store.maintenance.compaction import compact_run
+from cnr_store.maintenance.verify import verify_store
 from cnr_store.store import open_segment
 from tests.support.zarr_values import integers_of
 
@@ -157,6 +159,28 @@ def test_dense_tensors_cost_two_objects_per_dtype_and_documents_one_each(tmp_pat
 
     assert len(objects_of(store, first)) == SEGMENT + 2 * 2 + 2
     assert len(objects_of(store, second)) == SEGMENT + 2
+
+
+@pytest.mark.parametrize("run", [None, (1, 3), (2, 4)])
+def test_a_document_that_stays_costs_no_object_and_outlives_a_compaction(
+    tmp_path: Path, run: tuple[int, int] | None
+) -> None:
+    store = Store.create(str(tmp_path / "store"), fsync=False, threads=1)
+    with store.writer() as writer:
+        for step in range(4):
+            with writer.begin(step=step) as txn:
+                txn.put_dense({"w": np.full(3, step, np.float32)})
+                txn.put_document("stays", {"of": (1, 2)})
+                txn.put_document("moves", {"at": step // 3})
+    sizes = [len([key for key in objects_of(store, version) if key.endswith(".json.zst")]) for version in range(2, 6)]
+
+    chain = len(store.head().record.chain)
+    compact_run(store, run=(0, chain) if run is None else run)
+    snapshot = store.snapshot()
+
+    assert sizes == [3, 1, 1, 2], "a manifest each, and the documents that are new"
+    assert [snapshot.read_document(name) for name in snapshot.documents] == [{"at": 1}, {"of": (1, 2)}]
+    assert verify_store(store, deep=True).is_sound
 
 
 def test_a_plain_zarr_reader_opens_the_add_rows_at_the_path_of_the_manifest(tmp_path: Path) -> None:

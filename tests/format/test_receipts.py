@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cnr_store.errors import CorruptObject, MissingObject
+from cnr_store.format.packed import pack
 from cnr_store.runtime.threads import Throttle, Workers
 from cnr_store.segment.reader import read_receipt
 from cnr_store.segment.writer import SegmentWriter
@@ -21,7 +22,7 @@ def written(tmp_path: Path) -> tuple[Storage, str]:
     storage = open_storage(str(tmp_path))
     with Workers(1) as workers:
         writer = SegmentWriter(storage, SEGMENT, folder=FOLDER, workers=workers, throttle=Throttle(None))
-        writer.write_document("reader/1", {"yielded": 7})
+        writer.write_document("reader/1", pack({"yielded": 7}))
         receipt = writer.finish(txn=TXN, rank=1, world=2, attempt="b" * 8, base=1, l0=0, parts=())
         digest = writer.put_receipt(receipt)
     return storage, digest

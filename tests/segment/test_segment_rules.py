@@ -81,10 +81,10 @@ def test_a_check_finds_a_record_of_another_step_than_its_segment(store: Store) -
 def test_an_object_of_a_segment_is_written_once(store: Store) -> None:
     name = store.snapshot().readers[-1].name
     writer = SegmentWriter(store.storage, name, folder="r00000-0123abcd", workers=Workers(1), throttle=Throttle(None))
-    writer.write_document("reader", {"at": 1})
+    writer.write_document("reader", pack({"at": 1}))
 
     with pytest.raises(CorruptStore, match="would be written twice"):
-        writer.write_document("reader", {"at": 2})
+        writer.write_document("reader", pack({"at": 2}))
     writer.finish(txn="a" * 32, rank=1, world=2, attempt="0123abcd", base=1, l0=0, parts=())
 
     assert store.storage.read(segment_key(name, "r00000-0123abcd/reader.json.zst"), stop=100) == pack({"at": 1})

@@ -74,7 +74,7 @@ def remove_manifest(root: Path) -> str:
 
 
 def damage_document(root: Path) -> str:
-    path = next(newest_segment(root).glob("r*/trainer/0.json.zst"))
+    path = next(newest_segment(root).glob("r*/progress/0.json.zst"))
     path.write_bytes(path.read_bytes()[:-7])
     return path.relative_to(root).as_posix()
 

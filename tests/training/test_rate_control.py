@@ -19,7 +19,7 @@ from torch import nn
 from cnr_store import BadInput, CorruptStore, Snapshot, Store, TableOptions
 from cnr_store.runtime.ranks import OneRank, Ranks
 from cnr_store.training import CheckpointManager, SaveReport
-from cnr_store.training.document import TRAINER, RateDocument, trainer_of
+from cnr_store.training.document import PROGRESS, TRAINER, RateDocument, trainer_of
 from cnr_store.training.tensors import tensor_of
 from cnr_store.types import Affine, FloatBits, Lattice
 from cnr_store.write.transaction import Transaction
@@ -72,7 +72,8 @@ def step_of(snapshot: Snapshot, table: str = "weight") -> float:
 
 def rate_in(url: str, version: int | None = None) -> RateDocument:
     """What a checkpoint says of rates."""
-    return trainer_of(Store.open(url).snapshot(version).read_document(TRAINER, tensor_of)).rate
+    snapshot = Store.open(url).snapshot(version)
+    return trainer_of(*(snapshot.read_document(name, tensor_of) for name in (TRAINER, PROGRESS))).rate
 
 
 @pytest.fixture
@@ -431,10 +432,11 @@ def test_the_first_loss_is_that_of_the_first_checkpoint_whatever_is_reported_beh
 @pytest.mark.parametrize("rate", [{"loss": math.inf}, {"first_loss": math.inf}, {"calibrated": {"weight": math.inf}}])
 def test_a_checkpoint_whose_rates_are_infinite_is_corrupt(rate: dict[str, Any]) -> None:
     """Found by review: the schedule refused it later, as if the caller had given it."""
-    document = {"format": 1, "optimizers": [], "slots": {}, "rng": {}, "extras": {}}
-    assert trainer_of({**document, "rate": {"loss": 1.0}}).rate.loss == 1.0
+    trainer = {"format": 1, "optimizers": [], "slots": {}}
+    progress = {"options": [], "state": [], "extras": {}}
+    assert trainer_of(trainer, {**progress, "rate": {"loss": 1.0}}).rate.loss == 1.0
     with pytest.raises(CorruptStore, match=next(iter(rate))):
-        trainer_of({**document, "rate": rate})
+        trainer_of(trainer, {**progress, "rate": rate})
 
 
 def test_a_table_that_is_no_lattice_any_more_leaves_the_schedule(url: str) -> None:

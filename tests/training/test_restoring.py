@@ -387,19 +387,19 @@ def test_only_the_step_counter_stays_on_the_host(key: str, group: dict[str, Any]
 
 
 def hostile(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    """From now on, checkpoints have a trainer document that ``change`` had its way with."""
-    real = capture.trainer_document
+    """From now on, checkpoints have documents of a trainer that ``change`` had its way with."""
+    real = capture.trainer_documents
 
-    def changed(*args: Any, **options: Any) -> dict[str, Any]:
-        document = real(*args, **options)
-        change(document)
-        return document
+    def changed(*args: Any) -> dict[str, Any]:
+        documents = real(*args)
+        change(documents)
+        return documents
 
-    monkeypatch.setattr("cnr_store.training.save_staging.trainer_document", changed)
+    monkeypatch.setattr("cnr_store.training.save_staging.trainer_documents", changed)
 
 
 def shape_of(*shape: int) -> Any:
-    return lambda document: document["slots"]["rows.weight"]["exp_avg"].update(shape=list(shape))
+    return lambda d: d["trainer/0"]["slots"]["rows.weight"]["exp_avg"].update(shape=list(shape))
 
 
 @pytest.mark.parametrize(
@@ -409,12 +409,21 @@ def shape_of(*shape: int) -> Any:
         pytest.param(shape_of(80), id="as many, but no rows"),
         pytest.param(shape_of(4, 20), id="transposed"),
         pytest.param(shape_of(-20, -4), id="negative"),
-        pytest.param(lambda d: d["slots"]["rows.weight"]["exp_avg"].update(layout="jagged"), id="layout"),
-        pytest.param(lambda d: d.pop("extras"), id="no extras"),
-        pytest.param(lambda d: d["optimizers"][0]["groups"][0]["options"].update(params=[]), id="params"),
-        pytest.param(lambda d: d["optimizers"][0].update(groups=3), id="groups"),
-        pytest.param(lambda d: d["optimizers"][0].pop("class"), id="no class"),
-        pytest.param(lambda d: d.update(rng=[]), id="rng"),
+        pytest.param(lambda d: d["trainer/0"]["slots"]["rows.weight"]["exp_avg"].update(layout="jagged"), id="layout"),
+        pytest.param(lambda d: d["progress/0"].pop("extras"), id="no extras"),
+        pytest.param(lambda d: d["progress/0"]["options"][0][0].update(params=[]), id="params"),
+        pytest.param(lambda d: d["trainer/0"]["optimizers"][0].update(groups=3), id="groups"),
+        pytest.param(lambda d: d["trainer/0"]["optimizers"][0].pop("class"), id="no class"),
+        pytest.param(lambda d: d["progress/0"]["options"].pop(), id="no options of an optimizer"),
+        pytest.param(lambda d: d["progress/0"]["options"][0].pop(), id="no options of a group"),
+        pytest.param(
+            lambda d: d["progress/0"]["state"][0][0].update(parameters=[[0, 1 << 40]]), id="state of no parameter"
+        ),
+        pytest.param(
+            lambda d: d["progress/0"]["state"][0][0]["parameters"].append([0, 1]), id="state of a parameter twice"
+        ),
+        pytest.param(lambda d: d.pop("progress/0"), id="no progress"),
+        pytest.param(lambda d: d["progress/0"].update(rate={"restores": -1}), id="rate"),
     ],
 )
 def test_a_hostile_trainer_document_changes_nothing(
@@ -432,7 +441,7 @@ def test_a_hostile_trainer_document_changes_nothing(
     optimizers = model.optimizers()
     manager = CheckpointManager(str(tmp_path), model=model, optimizer=optimizers)
 
-    with pytest.raises(CorruptStore, match="trainer/0"):
+    with pytest.raises(CorruptStore, match=r"(trainer|progress)/0"):
         manager.restore()
 
     assert torch.equal(model.rows.weight, before)
@@ -443,7 +452,7 @@ def test_a_hostile_trainer_document_changes_nothing(
 def test_generators_that_cannot_be_set_are_corruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Towers()
     with monkeypatch.context() as patch:
-        hostile(patch, lambda document: document["rng"].update(python={"version": 3}))
+        patch.setattr(capture, "capture_rng", lambda: {"python": {"version": 3}})
         with CheckpointManager(str(tmp_path), model=model) as manager:
             manager.save()
     manager = CheckpointManager(str(tmp_path), model=Towers())

@@ -8,6 +8,7 @@ from functools import partial
 from cnr_store.errors import CorruptStore, MissingObject
 from cnr_store.format.layout import segment_key
 from cnr_store.format.manifest import expand
+from cnr_store.format.packed import pack
 from cnr_store.format.records import MAJOR, ChainEntry, Manifest, Receipt, SegmentDocument
 from cnr_store.maintenance.compaction.engines import Bench, FinishedTask, Job
 from cnr_store.maintenance.compaction.tasks import CompactionTask, check_pieces, check_states
@@ -19,9 +20,9 @@ from cnr_store.types import JsonValue
 
 
 def write_rest(job: Job, index: int, bench: Bench) -> FinishedTask:
-    """Write the documents and own dense tensors of the run's last state, and their receipt. Blocks.
+    """Write the documents and dense tensors of the run's last state, and their receipt. Blocks.
 
-    The dense tensors are those that segments of the run hold. Memory: all of them.
+    Of both, those that segments of the run hold. Memory: all of them.
 
     Raises
     ------
@@ -33,8 +34,11 @@ def write_rest(job: Job, index: int, bench: Bench) -> FinishedTask:
     held = {name: entry for name, entry in sorted(last.dense.items()) if entry.segment in holders}
     tensors = {name: holders[entry.segment].read_dense(name, entry) for name, entry in held.items()}
     out.write_dense(tensors, {name: entry.dtype for name, entry in held.items()})
-    for name in sorted(last.documents):
-        out.write_document(name, readers[-1].read_document(name))
+    for name, entry in sorted(last.documents.items()):
+        if entry.segment in holders:
+            out.write_document(name, pack(holders[entry.segment].read_document(name)))
+        else:
+            out.keep_document(name)
     receipt = out.finish(
         txn=job.txn, rank=index, world=job.world, attempt=job.attempt, base=job.base, l0=job.l0, parts=()
     )

@@ -141,7 +141,8 @@ def _check_object(reader: SegmentReader, entry: ObjectEntry, role: _Role) -> Non
                 _check_rows(key, chunk[low:high], row_list, index)
         return
     data = reader.read_object(entry.path)
-    if entry.path in reader.manifest.documents.values():
+    is_document = any(one.object.path == entry.path for one in reader.own.documents.values())
+    if is_document:
         data = unpack(data, key)
     elif not entry.path.endswith(".json"):
         return
@@ -155,7 +156,7 @@ def _check_object(reader: SegmentReader, entry: ObjectEntry, role: _Role) -> Non
         differs = sorted(name for name in wanted if found.get(name) != wanted[name])
         if differs:
             raise CorruptObject(f"{key} differs from the manifest in {differs}; other Zarr readers misread the array")
-    elif entry.path in reader.manifest.documents.values():
+    elif is_document:
         document_tree.decode(document)
 
 

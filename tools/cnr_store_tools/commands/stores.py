@@ -30,7 +30,7 @@ from cnr_store_tools.text import size_text, time_text
 KINDS = ("rows", "codes", "scales", "slots", "dense", "documents", "metadata", "total")
 """The kinds of bytes of a segment."""
 
-TRAINER = "trainer/0"
+PROGRESS = "progress/0"
 
 
 def init(url: Url, storage_option: StorageOptions = None, json: Json = False) -> None:
@@ -157,7 +157,7 @@ def _rate(snapshot: Snapshot) -> Document | None:
     Read as plain data, because the trainer's classes need torch. ``verify`` reports damage of this document.
     """
     try:
-        found = snapshot.read_document(TRAINER) if TRAINER in snapshot.documents else None
+        found = snapshot.read_document(PROGRESS) if PROGRESS in snapshot.documents else None
     except CorruptStore:
         return None
     rate: Any = found.get("rate") if isinstance(found, dict) else None
