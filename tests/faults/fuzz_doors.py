@@ -75,7 +75,7 @@ class Visit:
 
     def judge(self, root: Path, snapshot: Snapshot, found: State, branch: str | None = None) -> None:
         """Refuse what is neither what the sound store held nor what the independent reader finds."""
-        held = self.case.sample.base
+        held = self.case.sample.held
         if found == held.get((branch, snapshot.version)):
             return
         if self.case.is_damage:
@@ -119,7 +119,7 @@ class Visit:
                         f"version {self.newest[1]} was read, and then the newest is refused: {error}"
                     ) from error
                 return
-            known = [*self.seen.values(), *self.case.sample.base.values()]
+            known = [*self.seen.values(), *self.case.sample.held.values()]
             if self.newest is not None and not any_state:
                 known = [self.seen[self.newest]]
             if found not in known:
@@ -132,7 +132,7 @@ class Visit:
         root = self.shared
         with opened(root) as store:
             error: CnrStoreError | None = None
-            places: list[Place] = sorted(self.case.sample.base, key=str)
+            places: list[Place] = sorted(self.case.sample.held, key=str)
             try:
                 snapshot = store.snapshot()
                 found = bytes_of(snapshot)
@@ -271,7 +271,7 @@ class Visit:
         """Tags, channels, branches and rollbacks are written, and the state stays readable."""
         root = self.fresh()
         with opened(root) as store:
-            versions = [version for branch, version in self.case.sample.base if branch is None]
+            versions = [version for branch, version in self.case.sample.held if branch is None]
             version = self.chance.choice(versions)
             for act in self.chance.sample(
                 [
@@ -328,7 +328,7 @@ class Visit:
         if self.newest is not None:
             if found != self.seen[self.newest]:
                 raise Wrong("a writer restores another state than readers see")
-        elif found not in [*self.seen.values(), *self.case.sample.base.values()]:
+        elif found not in [*self.seen.values(), *self.case.sample.held.values()]:
             self.judge(root, snapshot, found)
 
 

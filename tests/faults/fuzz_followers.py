@@ -29,7 +29,7 @@ class FollowedVisit(Visit):
         root = self.folder / f"g{self._copies}"
         self._copies += 1
         sample = self.case.sample
-        versions = sorted(version for branch, version in sample.base if branch is None)
+        versions = sorted(version for branch, version in sample.held if branch is None)
         cut = self.chance.choice(versions)
         early = {
             key: data for key, data in sample.objects.items()

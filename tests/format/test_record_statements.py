@@ -67,9 +67,9 @@ def test_the_record_that_the_others_are_made_of_is_sound() -> None:
         (delta(pins={"b" * 32: Pin(version=10, name="b")}), "names version 10"),
         (delta(expired=(10,)), "names version 10"),
         (delta(tags={"t": 1}, channels={"t": 1}), "as a tag and as a channel"),
-        (rollback(supersedes=Superseded(torn=("a" * 64,), follows="e" * 64)), "supersedes what is not"),
-        (rollback(supersedes=Superseded(torn=("d" * 64,) * 9, follows="e" * 64)), "supersedes what is not"),
-        (delta(supersedes=Superseded(torn=("d" * 64,), follows="e" * 64)), "supersedes what is not"),
+        (rollback(supersedes=Superseded(torn=("a" * 64,), follows="e" * 64)), "supersedes positions that are not"),
+        (rollback(supersedes=Superseded(torn=("d" * 64,) * 9, follows="e" * 64)), "supersedes positions that are not"),
+        (delta(supersedes=Superseded(torn=("d" * 64,), follows="e" * 64)), "supersedes positions that are not"),
     ],
 )
 def test_statements_that_contradict_each_other_are_refused(record: CommitRecord, message: str) -> None:
