@@ -32,7 +32,6 @@ _NOT_INVERTIBLE = np.float32(2.0**-128)
 _BLOCK_ELEMENTS = 1 << 16
 """Elements encoded at a time, so that values and unpacked codes stay in the second-level cache."""
 
-_NO_ERRORS = np.empty((0, 0), np.float32)
 _GRIDS: dict[int, tuple[int, float, int, float]] = {
     2: (4, 0.10, 2, 1.4),
     3: (4, 0.05, 2, 1.4),
@@ -197,6 +196,14 @@ def codable_rows(values: Float32s, *, param_dtype: ParamDtype) -> npt.NDArray[np
     return codable
 
 
+def codable(values: Float32s, *, param_dtype: ParamDtype) -> Float32s:
+    """Return the rows of `values` (n, dim) that `encode` accepts, C-contiguous: `values` itself where it can be."""
+    values = np.ascontiguousarray(values)
+    if first_uncodable_row(values, param_dtype=param_dtype) < 0:
+        return values
+    return values[codable_rows(values, param_dtype=param_dtype)]
+
+
 def params_fit(values: Float32s, param_dtype: ParamDtype, *, bits: int = 8) -> bool:
     """Return whether scale and zero_point of these rows can be stored as `param_dtype`; if not, use float32.
 
@@ -221,9 +228,11 @@ def params_fit(values: Float32s, param_dtype: ParamDtype, *, bits: int = 8) -> b
     packing.check_bits(bits)
     if first_uncodable_row(values, param_dtype=param_dtype) >= 0:
         return False
-    return param_dtype == "float32" or _minmax_error(values, bits, np.float16) <= 1.01 * _minmax_error(
-        values, bits, np.float32
-    )
+    if param_dtype == "float32":
+        return True
+    rounded = row_errors(values, bits=bits, search="minmax", param_dtype="float16")
+    exact = row_errors(values, bits=bits, search="minmax", param_dtype="float32")
+    return float(np.sum(rounded)) <= 1.01 * float(np.sum(exact))
 
 
 def search_params(
@@ -250,22 +259,66 @@ def search_params(
         _check_search(search, num_bins, ratio)
         path = greedy_path(bits, num_bins or 0, ratio or 0.0)
         affine_kernels.greedy_params(
-            values, max_code, path, np.float32(1.0 / (num_bins or 1)), out_scale, out_zero_point, _NO_ERRORS
+            values, max_code, path, np.float32(1.0 / (num_bins or 1)), out_scale, out_zero_point
         )
 
 
-def greedy_distances(values: Float32s, bits: int, num_bins: int) -> npt.NDArray[np.float64]:
-    """Return the distance of each row from its codes, the least up to each step of the longest greedy path.
+def row_errors(
+    values: Float32s,
+    *,
+    bits: int,
+    search: AffineSearch,
+    param_dtype: ParamDtype,
+    num_bins: int | None = None,
+    ratio: float | None = None,
+) -> npt.NDArray[np.float64]:
+    """Return each row's squared error after `encode` and `decode`, summed over its elements: float64 (n,).
 
-    A path of a smaller ratio is a beginning of it: one search gives the errors of every ratio. Parameters are not
-    rounded. `values` (n, dim) must be codable; returns float64 (steps + 1, n).
+    Makes no codes. `values` (n, dim) must be codable, C-contiguous float32.
     """
-    path = greedy_path(bits, num_bins, 1.0)
-    low, high = np.empty((2, len(values)), np.float32)
-    errors = np.empty((len(path), len(values)), np.float32)
-    affine_kernels.greedy_params(values, np.float32(2**bits - 1), path, np.float32(1.0 / num_bins), low, high, errors)
-    affine_kernels.row_ranges(values, low, high)
-    return np.sqrt(errors, dtype=np.float64) * (high.astype(np.float64) - low)
+    found, stored = np.empty((2, len(values)), np.float32), np.empty((2, len(values)), param_dtype)
+    search_params(
+        values, bits=bits, search=search, num_bins=num_bins, ratio=ratio, out_scale=found[0], out_zero_point=found[1]
+    )
+    store_params(found[0], found[1], out_scale=stored[0], out_zero_point=stored[1])
+    errors = np.empty(len(values))
+    affine_kernels.squared_errors(
+        values, _as_float32(stored[0]), _as_float32(stored[1]), np.float32(2**bits - 1), errors
+    )
+    return errors
+
+
+def greedy_distances(
+    values: Float32s, bits: int, bins: tuple[int, ...], ratios: tuple[float, ...]
+) -> npt.NDArray[np.float64]:
+    """Return the mean distance of the rows from their codes, for each number of bins and ratio of the greedy search.
+
+    A path of a smaller ratio is a beginning of a longer one: one search gives the errors of every ratio. Parameters
+    are not rounded. `values` (n, dim) must be codable, with at least one row; returns float64 (bins, ratios).
+    """
+    paths, starts, steps = _greedy_paths(bits, bins, ratios)
+    distances = np.empty(steps.shape)
+    affine_kernels.greedy_distances(values, np.float32(2**bits - 1), paths, starts, steps, distances)
+    distances /= len(values)
+    return distances
+
+
+@lru_cache(maxsize=8)
+def _greedy_paths(
+    bits: int, bins: tuple[int, ...], ratios: tuple[float, ...]
+) -> tuple[Float32s, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the longest paths one after the other, where each begins and ends, and steps by bins and ratio."""
+    paths = np.concatenate([greedy_path(bits, num_bins, 1.0) for num_bins in bins])
+    starts = np.cumsum((0, *bins))
+    steps = np.array([[len(greedy_path(bits, num_bins, ratio)) - 1 for ratio in ratios] for num_bins in bins])
+    for array in (paths, starts, steps):
+        array.flags.writeable = False
+    return paths, starts, steps
+
+
+def greedy_steps(bits: int, bins: tuple[int, ...], ratios: tuple[float, ...]) -> npt.NDArray[np.int64]:
+    """Return how many steps the greedy search takes, int64 (bins, ratios). Read-only, shared."""
+    return _greedy_paths(bits, bins, ratios)[2]
 
 
 def grid_settings(bits: int) -> tuple[int, float, int, float]:
@@ -330,18 +383,6 @@ def store_params(scale: Float32s, zero_point: Float32s, *, out_scale: Params, ou
 def quantize(values: Float32s, scale: Params, zero_point: Params, *, bits: int, out: npt.NDArray[np.uint8]) -> None:
     """Write the unpacked codes that stored parameters define into ``out[:, :dim]``; the columns beyond stay."""
     affine_kernels.codes_from_params(values, _as_float32(scale), _as_float32(zero_point), np.float32(2**bits - 1), out)
-
-
-def _minmax_error(values: Float32s, bits: int, param_dtype: type[np.floating[Any]]) -> float:
-    """Return the squared error of min-max codes with parameters of that dtype, summed over the rows."""
-    found, stored = np.empty((2, len(values)), np.float32), np.empty((2, len(values)), param_dtype)
-    affine_kernels.minmax_params(values, np.float32(2**bits - 1), found[0], found[1])
-    store_params(found[0], found[1], out_scale=stored[0], out_zero_point=stored[1])
-    codes = np.empty(values.shape, np.uint8)
-    quantize(values, stored[0], stored[1], bits=bits, out=codes)
-    decoded = np.empty_like(values)
-    affine_kernels.values_from_codes(codes, _as_float32(stored[0]), _as_float32(stored[1]), decoded)
-    return float(np.sum(np.square(decoded.astype(np.float64) - values)))
 
 
 def _as_float32(params: Params) -> Float32s:

@@ -30,10 +30,13 @@ _ONE = np.float32(1.0)
 _NOT_INVERTIBLE = np.float32(2.0**-128)
 # In units of the row's width: over-relaxed steps must not reach a scale of zero or less.
 _SMALLEST_SCALE = np.float32(1e-6)
+# Of an error that float32 may have summed up to d / 2**24 too large.
+_MARGIN = np.float32(0.999)
+_STEPS_BETWEEN_BOUNDS = 4
 # Rows of the lane workspace.
 _LOW, _WIDTH, _INVERSE, _BEST_ERROR, _BEST_ZERO, _BEST_SCALE, _ERROR, _ERROR_HIGH = range(8)
-_SUM_Q, _SUM_QQ, _SUM_QU, _MEAN_U, _RAISED, _ZERO_LOW, _ZERO_HIGH = range(8, 15)
-_LANE_ROWS = 15
+_SUM_Q, _SUM_QQ, _SUM_QU, _MEAN_U, _RAISED, _ZERO_LOW, _ZERO_HIGH, _CLIPPED = range(8, 16)
+_LANE_ROWS = 16
 
 
 @njit(nogil=True)
@@ -265,6 +268,78 @@ def _shrink_errors(
 
 
 @njit(nogil=True, fastmath=_FINITE)
+def _cannot_improve(
+    tile: npt.NDArray[np.float32], low_of: npt.NDArray[np.float32], width: np.float32, lane: npt.NDArray[np.float32]
+) -> bool:
+    """Return whether no range inside of each lane's present one, from `low_of` on, can have an error below the best.
+
+    What lies outside of a range is at least as far from each range inside of it. The margin is far more than float32
+    loses in a sum.
+    """
+    for r in range(LANES):
+        lane[_CLIPPED, r] = _ZERO
+    for d in range(tile.shape[0]):
+        for r in range(LANES):
+            below = low_of[r] - tile[d, r]
+            above = -width - below
+            outside = below if below > above else above
+            outside = outside if outside > _ZERO else _ZERO
+            lane[_CLIPPED, r] += outside * outside
+    possible = 0
+    for r in range(LANES):
+        possible += 1 if lane[_CLIPPED, r] * _MARGIN < lane[_BEST_ERROR, r] else 0
+    return possible == 0
+
+
+@njit(nogil=True, fastmath=_FINITE)
+def _walk_greedily(
+    tile: npt.NDArray[np.float32],
+    max_code: np.float32,
+    path: npt.NDArray[np.float32],
+    bin_width: np.float32,
+    lane: npt.NDArray[np.float32],
+    errors: npt.NDArray[np.float32],
+) -> int:
+    """Find each lane's best parameters on its greedy path; return the last step at which any of them can change.
+
+    `errors` (steps + 1, LANES) gets the least error up to each step, in units of the squared width, up to the returned
+    step; nothing if it has no rows.
+    """
+    keeps_errors = errors.shape[0] > 0
+    _range_error(tile, _ZERO, path[0, 1], max_code, lane[_ERROR])
+    for r in range(LANES):
+        lane[_BEST_ERROR, r] = lane[_ERROR, r] * (path[0, 0] * path[0, 0])
+        lane[_BEST_SCALE, r] = path[0, 0]
+        lane[_BEST_ZERO, r] = _ZERO
+        lane[_RAISED, r] = _ZERO
+        lane[_ZERO_LOW, r] = _ZERO
+    if keeps_errors:
+        errors[0] = lane[_BEST_ERROR]
+    for k in range(1, path.shape[0]):
+        if k % _STEPS_BETWEEN_BOUNDS == 0:
+            for r in range(LANES):
+                lane[_ZERO_LOW, r] = lane[_RAISED, r] * bin_width
+            if _cannot_improve(tile, lane[_ZERO_LOW], path[k - 1, 0] * max_code, lane):
+                return k - 1
+        scale = path[k, 0]
+        squared = scale * scale
+        _shrink_errors(tile, bin_width, path[k, 1], max_code, lane)
+        for r in range(LANES):
+            raise_low = lane[_ERROR, r] < lane[_ERROR_HIGH, r]
+            error = (lane[_ERROR, r] if raise_low else lane[_ERROR_HIGH, r]) * squared
+            low = lane[_ZERO_LOW, r] if raise_low else lane[_ZERO_HIGH, r]
+            lane[_RAISED, r] += _ONE if raise_low else _ZERO
+            if error < lane[_BEST_ERROR, r]:
+                lane[_BEST_ERROR, r] = error
+                lane[_BEST_SCALE, r] = scale
+                lane[_BEST_ZERO, r] = low
+        if keeps_errors:
+            errors[k] = lane[_BEST_ERROR]
+    last: int = path.shape[0] - 1
+    return last
+
+
+@njit(nogil=True, fastmath=_FINITE)
 def greedy_params(
     values: npt.NDArray[np.float32],
     max_code: np.float32,
@@ -272,45 +347,54 @@ def greedy_params(
     bin_width: np.float32,
     out_scale: npt.NDArray[np.float32],
     out_zero_point: npt.NDArray[np.float32],
-    out_errors: npt.NDArray[np.float32],
 ) -> None:
     """Write the best parameters met on each row's greedy path (quantization reference, section 4.3).
 
     `path` has the columns scale, 1 / scale, one row per step from min-max on: after k steps every lane has
     the same width, only its low end differs. `lane[_RAISED]` counts how often the low end was raised.
-    `out_errors` (steps + 1, n) gets each row's least squared error up to each step, in units of its squared width;
-    nothing if it has no rows.
     """
-    keeps_errors = out_errors.shape[0] > 0
     num_rows, dim = values.shape
     tile = np.empty((dim, LANES), np.float32)
     lane = np.empty((_LANE_ROWS, LANES), np.float32)
+    no_errors = np.empty((0, LANES), np.float32)
     for first in range(0, num_rows, LANES):
         count = _load_tile(values, first, tile, lane)
-        _range_error(tile, _ZERO, path[0, 1], max_code, lane[_ERROR])
-        for r in range(LANES):
-            lane[_BEST_ERROR, r] = lane[_ERROR, r] * (path[0, 0] * path[0, 0])
-            lane[_BEST_SCALE, r] = path[0, 0]
-            lane[_BEST_ZERO, r] = _ZERO
-            lane[_RAISED, r] = _ZERO
-        if keeps_errors:
-            out_errors[0, first : first + count] = lane[_BEST_ERROR, :count]
-        for k in range(1, path.shape[0]):
-            scale = path[k, 0]
-            squared = scale * scale
-            _shrink_errors(tile, bin_width, path[k, 1], max_code, lane)
-            for r in range(LANES):
-                raise_low = lane[_ERROR, r] < lane[_ERROR_HIGH, r]
-                error = (lane[_ERROR, r] if raise_low else lane[_ERROR_HIGH, r]) * squared
-                low = lane[_ZERO_LOW, r] if raise_low else lane[_ZERO_HIGH, r]
-                lane[_RAISED, r] += _ONE if raise_low else _ZERO
-                if error < lane[_BEST_ERROR, r]:
-                    lane[_BEST_ERROR, r] = error
-                    lane[_BEST_SCALE, r] = scale
-                    lane[_BEST_ZERO, r] = low
-            if keeps_errors:
-                out_errors[k, first : first + count] = lane[_BEST_ERROR, :count]
+        _walk_greedily(tile, max_code, path, bin_width, lane, no_errors)
         _store_best(first, count, lane, out_scale, out_zero_point)
+
+
+@njit(nogil=True, fastmath=_FINITE)
+def greedy_distances(
+    values: npt.NDArray[np.float32],
+    max_code: np.float32,
+    paths: npt.NDArray[np.float32],
+    starts: npt.NDArray[np.int64],
+    steps: npt.NDArray[np.int64],
+    out: npt.NDArray[np.float64],
+) -> None:
+    """Add up the rows' distances from their codes, by number of bins and by steps of the greedy search.
+
+    `paths[starts[b] : starts[b + 1]]` is the longest path of the b-th number of bins, which is its length. `steps` and
+    `out` (bins, n): `out[b, i]` gets the distances after `steps[b, i]` steps, which do not fall along a row.
+    """
+    num_rows, dim = values.shape
+    tile = np.empty((dim, LANES), np.float32)
+    lane = np.empty((_LANE_ROWS, LANES), np.float32)
+    errors = np.empty((paths.shape[0], LANES), np.float32)
+    out[:] = 0.0
+    for first in range(0, num_rows, LANES):
+        count = _load_tile(values, first, tile, lane)
+        for b in range(steps.shape[0]):
+            path = paths[starts[b] : starts[b + 1]]
+            last = _walk_greedily(tile, max_code, path, _ONE / np.float32(path.shape[0]), lane, errors)
+            summed, distance = -1, 0.0
+            for i in range(steps.shape[1]):
+                step = min(steps[b, i], last)
+                if step != summed:
+                    summed, distance = step, 0.0
+                    for r in range(count):
+                        distance += np.sqrt(np.float64(errors[step, r])) * np.float64(lane[_WIDTH, r])
+                out[b, i] += distance
 
 
 @njit(nogil=True)
@@ -351,3 +435,30 @@ def values_from_codes(
         base = zero_point[row]
         for d in range(dim):
             out[row, d] = base + step * np.float32(codes[row, d])
+
+
+@njit(nogil=True)
+def squared_errors(
+    values: npt.NDArray[np.float32],
+    scale: npt.NDArray[np.float32],
+    zero_point: npt.NDArray[np.float32],
+    max_code: np.float32,
+    out: npt.NDArray[np.float64],
+) -> None:
+    """Write each row's squared error, as of `codes_from_params` and `values_from_codes`, summed in float64."""
+    num_rows, dim = values.shape
+    differences = np.empty(dim, np.float64)
+    for row in range(num_rows):
+        step = scale[row]
+        base = zero_point[row]
+        inverse = _ONE / step if step > _NOT_INVERTIBLE else _ZERO
+        for d in range(dim):
+            t = (values[row, d] - base) * inverse
+            q = np.rint(t)
+            q = q if q > _ZERO else _ZERO
+            q = q if q < max_code else max_code
+            differences[d] = np.float64(base + step * q) - np.float64(values[row, d])
+        error = 0.0
+        for d in range(dim):
+            error += differences[d] * differences[d]
+        out[row] = error

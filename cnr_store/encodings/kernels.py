@@ -101,6 +101,31 @@ def lattice_encode(values, scale, out, flags):  # type: ignore[no-untyped-def]
     return np.int64(max_code), np.int64(first_bad)
 
 
+@njit(nogil=True, error_model="numpy", fastmath={"reassoc"})
+def _add_in_any_order(total, summand):  # type: ignore[no-untyped-def]
+    return total + summand
+
+
+@_compiled
+def lattice_squared_errors(values, scale, out):  # type: ignore[no-untyped-def]
+    """Write each row's squared error as of `lattice_encode` and `lattice_decode_in_place`, summed in float64.
+
+    Parameters
+    ----------
+    values : float32 (n, d), finite and within the code range
+    scale : float32 (cast if it is not)
+    out : float64 (n,)
+    """
+    step = np.float32(scale)
+    n, d = values.shape
+    for i in range(n):
+        error = 0.0
+        for j in range(d):
+            difference = np.float64(step * np.rint(values[i, j] / step)) - np.float64(values[i, j])
+            error = _add_in_any_order(error, difference * difference)
+        out[i] = error
+
+
 @_compiled
 def lattice_delta(values, rows, mirror, row_base, scale, multipliers, out, flags):  # type: ignore[no-untyped-def]
     """Write the difference of each row's new codes to the mirror's; the mirror is only read.

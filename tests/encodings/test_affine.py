@@ -129,7 +129,7 @@ def test_searches_equal_the_numpy_reference_bit_for_bit(bits: int, num_rows: int
     grid = affine_reference.grid_params(values, bits, points=points, step=step, fit_steps=fit_steps, relax=relax)
     assert search(search="grid") == reference(grid)
     assert search(search="minmax") == reference(affine_reference.minmax_params(values, bits))
-    for num_bins, ratio in ((10, 1.0), (25, 0.5), (200, 0.16), (7, 0.0)):
+    for num_bins, ratio in ((10, 1.0), (25, 0.5), (200, 0.16), (200, 1.0), (7, 0.0)):
         greedy = affine_reference.greedy_params(values, bits, num_bins=num_bins, ratio=ratio)
         assert search(search="greedy", num_bins=num_bins, ratio=ratio) == reference(greedy)
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from cnr_store.encodings import affine, packing
+from cnr_store.types import ParamDtype
 from tests.support import affine_reference
 
 LAWS = settings(max_examples=50, deadline=None)
@@ -78,6 +79,10 @@ def test_searches_equal_the_reference(values: np.ndarray, bits: int) -> None:
             {"search": "greedy", "num_bins": 20, "ratio": 0.6},
             affine_reference.greedy_params(values, bits, num_bins=20, ratio=0.6),
         ),
+        (
+            {"search": "greedy", "num_bins": 50, "ratio": 1.0},
+            affine_reference.greedy_params(values, bits, num_bins=50, ratio=1.0),
+        ),
     ]
     for search, expected in references:
         affine.search_params(values, bits=bits, out_scale=scale, out_zero_point=zero_point, **search)  # type: ignore[arg-type]
@@ -105,6 +110,16 @@ def test_whatever_float16_parameters_accept_decodes_to_finite_values(
     assert np.isfinite(scale).all()
     assert np.isfinite(zero_point).all()
     assert np.isfinite(decoded).all()
+
+
+@LAWS
+@given(rows(65504.0), widths, param_dtypes, searches)
+def test_row_errors_are_those_of_what_is_decoded(
+    values: np.ndarray, bits: int, param_dtype: ParamDtype, search: dict[str, Any]
+) -> None:
+    decoded = encoded(values, bits, param_dtype, **search)[-1]
+    errors = affine.row_errors(values, bits=bits, param_dtype=param_dtype, **search)
+    np.testing.assert_allclose(np.sqrt(errors), row_errors(values, decoded), rtol=1e-12)
 
 
 @LAWS

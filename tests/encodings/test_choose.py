@@ -7,7 +7,7 @@ import pytest
 
 from cnr_store.encodings import affine, choose, packing
 from cnr_store.errors import BadInput
-from cnr_store.types import Affine
+from cnr_store.types import Affine, AffineBits
 
 
 def gauss(num_rows: int, dim: int) -> np.ndarray:
@@ -70,18 +70,17 @@ def test_chosen_greedy_settings_are_near_the_best_tried(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", packing.WIDTHS)
-@pytest.mark.parametrize("num_bins", [10, 45, 200])
-def test_one_search_gives_the_errors_of_every_shorter_path(bits: int, num_bins: int) -> None:
+def test_one_search_gives_the_errors_of_every_shorter_path(bits: AffineBits) -> None:
     rows = gauss(150, 24)
     rows[3], rows[4] = 7.5, 0.0
-    rows[5] *= 1e12
+    rows[5] *= 100
 
-    distances = affine.greedy_distances(rows, bits, num_bins)
+    distances = affine.greedy_distances(rows, bits, choose.GREEDY_BINS, choose.GREEDY_RATIOS)
 
-    for ratio in choose.GREEDY_RATIOS:
-        alone = Affine(bits=bits, search="greedy", param_dtype="float32", num_bins=num_bins, ratio=ratio)  # type: ignore[arg-type]
-        steps = len(affine.greedy_path(bits, num_bins, ratio)) - 1
-        assert distances[steps] == pytest.approx(np.sqrt(choose.row_errors(rows, alone)), rel=1e-3, abs=1e-7)
+    for num_bins, by_ratio in zip(choose.GREEDY_BINS, distances, strict=True):
+        for ratio, distance in zip(choose.GREEDY_RATIOS, by_ratio, strict=True):
+            alone = Affine(bits=bits, search="greedy", param_dtype="float32", num_bins=num_bins, ratio=ratio)
+            assert distance == pytest.approx(np.sqrt(choose.row_errors(rows, alone)).mean(), rel=1e-4)
 
 
 def test_coarse_codes_get_a_longer_greedy_path_than_fine_ones() -> None:

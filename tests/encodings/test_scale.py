@@ -39,6 +39,35 @@ def test_bits_meets_the_error_of_check_n_run_rows_within_half_a_percent(bits: Af
     assert 0.995 * target <= found <= target
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (37, 7), (64, 130)])
+@pytest.mark.parametrize("step", [1e-4, 0.03, 5.0])
+def test_row_errors_of_a_lattice_are_those_of_what_is_decoded(shape: tuple[int, int], step: float) -> None:
+    rows = normal_rows(*shape)
+    decoded = lattice.decode(lattice.encode(rows, step), step)
+    expected = np.square(decoded.astype(np.float64) - rows).sum(axis=1)
+    np.testing.assert_allclose(scale.lattice_row_errors(rows, step), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("kind", ["normal", "student", "few values", "mostly zero"])
+def test_corrections_find_about_the_scale_that_a_bisection_finds(bits: AffineBits, kind: str) -> None:
+    rows = normal_rows()
+    if kind == "student":
+        rows = np.random.default_rng(1).standard_t(2.0, (512, 16)).astype(np.float32)
+    elif kind == "few values":
+        rows = np.random.default_rng(2).choice(np.float32([-0.3, 0.0, 0.1, 0.7]), (300, 16))
+    elif kind == "mostly zero":
+        rows[8:] = 0.0
+    target = scale.affine_mse(rows, bits)
+    largest = float(np.abs(rows).max())
+
+    found = scale.choose_scale(rows, Precision(bits=bits))
+    searched = scale._searched_scale(rows, target, (12 * target) ** 0.5, largest / MAX_CODE, largest)
+
+    assert scale.lattice_mse(rows, found) <= target
+    assert scale.lattice_mse(rows, found) >= 0.995 * min(target, scale.lattice_mse(rows, searched))
+
+
 def test_more_bits_give_a_finer_scale() -> None:
     rows = normal_rows(n=256)
     scales = [scale.choose_scale(rows, Precision(bits=bits)) for bits in (2, 3, 4, 8)]
