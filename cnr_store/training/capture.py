@@ -12,7 +12,7 @@ import torch
 from cnr_store.training.document import FORMAT, PROGRESS, TRAINER, RateDocument, equal_states, rng_name
 from cnr_store.training.reader import Stateful
 from cnr_store.training.rng import capture_rng
-from cnr_store.training.state import StatePlan, add_stepped, dense_tensors, optimizer_documents
+from cnr_store.training.state import OtherState, StatePlan, add_stepped, optimizer_documents
 from cnr_store.training.tensors import as_array, dense_dtype_name, host_copy
 from cnr_store.types import RowIds
 from cnr_store.write.policy import Decision
@@ -20,11 +20,9 @@ from cnr_store.write.transaction import Transaction
 from cnr_store_gpu import Cumulative, Taken
 
 
-def put_dense_state(
-    transaction: Transaction, known: Iterable[str], plan: StatePlan, optimizers: Sequence[torch.optim.Optimizer]
-) -> None:
+def put_dense_state(transaction: Transaction, known: Iterable[str], plan: StatePlan, other: OtherState) -> None:
     """Hand copies of every tensor that is saved whole to a transaction, and end those of ``known`` that are gone."""
-    tensors = {name: host_copy(tensor) for name, tensor in dense_tensors(plan, optimizers).items()}
+    tensors = {name: host_copy(tensor) for name, tensor in (plan.dense | other.dense).items()}
     transaction.put_dense(
         {name: as_array(tensor) for name, tensor in tensors.items()},
         {name: dense_dtype_name(tensor, name) for name, tensor in tensors.items()},
@@ -36,6 +34,7 @@ def put_dense_state(
 def trainer_documents(
     plan: StatePlan,
     optimizers: Sequence[torch.optim.Optimizer],
+    other: OtherState,
     tables: Mapping[str, Mapping[str, Any]],
     extras: Mapping[str, Stateful],
     rate: RateDocument,
@@ -44,7 +43,7 @@ def trainer_documents(
 
     ``tables``: ``slots``, ``fused`` and ``stepped`` of the tables on all ranks.
     """
-    found = optimizer_documents(plan, optimizers)
+    found = optimizer_documents(plan, optimizers, other)
     add_stepped(found, tables["stepped"])
     groups = [[group["parameters"] for group in one["groups"]] for one in found]
     return {

@@ -19,7 +19,7 @@ from cnr_store.segment.shards import Shard
 from cnr_store.training.document import TRAINER, OptimizerDocument, SlotDocument, TrainerDocument
 from cnr_store.training.shard_ownership import Holdings, RankShard
 from cnr_store.training.shards import LocalShard
-from cnr_store.training.state import Optimized, StatePlan, dense_tensors, live_slots, optimizer_tensor_name
+from cnr_store.training.state import Optimized, StatePlan, live_slots, optimizer_tensor_name, other_state
 from cnr_store.training.tensors import table_dtype_name
 from cnr_store.types import Rectangle
 
@@ -164,7 +164,7 @@ def plan_restore(
         for stored, holding in held
         if trainer is not None and holding.shard.parameter is None and stored in trainer.fused
     )
-    wanted = dense_tensors(plan, optimizers)
+    wanted = plan.dense | other_state(plan, optimizers).dense
     dense = {name: plan.dense[name] for name in stored_dense if name in plan.dense}
     for name, tensor in dense.items():
         _check_dense(name, stored_dense[name], tensor)

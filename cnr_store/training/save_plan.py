@@ -12,10 +12,12 @@ from cnr_store.training.chain_state import ChainState
 from cnr_store.training.live_training import LiveTraining
 from cnr_store.training.shards import Slots
 from cnr_store.training.state import (
+    OtherState,
     StatePlan,
     fused_documents,
     live_slots,
     needs_new_schema,
+    other_state,
     slot_documents,
     stepped_documents,
 )
@@ -30,8 +32,8 @@ class SavePlan:
 
     Attributes
     ----------
-    state, slots
-        This rank's state plan, and its slots by name of the shard.
+    state, slots, other
+        This rank's state plan, its slots by name of the shard, and its other optimizer state.
     decision
         The same on all ranks.
     tables
@@ -40,22 +42,24 @@ class SavePlan:
 
     state: StatePlan
     slots: Mapping[str, Slots]
+    other: OtherState
     decision: Decision
     tables: Mapping[str, Any]
 
 
 def plan_save(training: LiveTraining, chain: ChainState, policy: Policy, writer: Writer) -> SavePlan:
     """Return the plan of the next save. Blocks; all ranks call it. Adds tables to rewrite to ``chain.whole_next``."""
-    found: list[tuple[StatePlan, dict[str, Slots], Decision]] = []
+    found: list[tuple[StatePlan, dict[str, Slots], OtherState, Decision]] = []
 
     def share() -> dict[str, Any]:
         state = training.plan_state()
         slots = {name: live_slots(shard) for name, shard in state.shards.items()}
         mine = _decide_here(training, chain, policy, writer, state, slots)
-        found.append((state, slots, mine))
+        other = other_state(state, training.optimizers)
+        found.append((state, slots, other, mine))
         known = {
             "slots": slot_documents(state.shards, slots), "fused": fused_documents(state.shards.values()),
-            "stepped": stepped_documents(state, training.optimizers),
+            "stepped": stepped_documents(state, other),
         }  # fmt: skip
         return {
             "kind": mine.kind, "base": mine.base, "whole": sorted(chain.whole_next),
@@ -70,13 +74,13 @@ def plan_save(training: LiveTraining, chain: ChainState, policy: Policy, writer:
         given = tables if training.control.world == 1 else document_tree.decode(tables, tensor_of)
         for name, of_tables in known.items():
             of_tables.update(given[name])
-    state, slots, decision = found[0]
+    state, slots, other, decision = found[0]
     if any(answer["kind"] == "baseline" for answer in answers):
         decision = Decision("baseline", "baseline", "a rank needs it")
     if decision.kind == "baseline":
         chain.whole_next |= chain.rate.waits_for_baseline()
         chain.whole_next |= chain.rate.too_fine(training.control, writer, chain.whole_next)
-    return SavePlan(state, slots, decision, known)
+    return SavePlan(state, slots, other, decision, known)
 
 
 def _decide_here(

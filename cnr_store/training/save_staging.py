@@ -150,10 +150,10 @@ class SaveStager:
         documents: dict[str, Any] = {}
         if rank == 0:
             known = writer.snapshot.dense if writer.is_synced else ()
-            put_dense_state(transaction, known, plan.state, training.optimizers)
+            put_dense_state(transaction, known, plan.state, plan.other)
             transaction.put_scalars({"step": self.position.step})
             documents |= trainer_documents(
-                plan.state, training.optimizers, plan.tables, training.extras, self.chain.rate.document()
+                plan.state, training.optimizers, plan.other, plan.tables, training.extras, self.chain.rate.document()
             )
         if self.saves_rng:
             documents |= rng_documents(rank)

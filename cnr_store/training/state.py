@@ -147,17 +147,39 @@ def live_slots(shard: LocalShard) -> dict[str, torch.Tensor]:
     return slots
 
 
-def dense_tensors(plan: StatePlan, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
-    """Return every tensor that is saved whole, by its name in the store; live."""
-    found = dict(plan.dense)
+@dataclass(frozen=True, slots=True, eq=False)
+class OtherState:
+    """Optimizer state that does not travel with rows, looked up once for a save; live.
+
+    Attributes
+    ----------
+    inline
+        By parameter name and key: what the trainer document holds, as step counters.
+    dense
+        By name in the store: tensors that are saved whole.
+    """
+
+    inline: Mapping[str, Mapping[str, Any]]
+    dense: dict[str, torch.Tensor]
+
+
+def other_state(plan: StatePlan, optimizers: Sequence[torch.optim.Optimizer]) -> OtherState:
+    """Return the optimizer state as it is now, of tables without their slots, of dense parameters all of it."""
+    inline: dict[str, dict[str, Any]] = {}
+    dense: dict[str, torch.Tensor] = {}
     for one in plan.optimized:
+        inline[one.name] = of_parameter = {}
         for key, value in _other_state(one, optimizers).items():
-            if not is_inline(value):
-                found[optimizer_tensor_name(one.optimizer, one.name, key)] = value
-    return found
+            if is_inline(value):
+                of_parameter[key] = value
+            else:
+                dense[optimizer_tensor_name(one.optimizer, one.name, key)] = value
+    return OtherState(inline, dense)
 
 
-def optimizer_documents(plan: StatePlan, optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+def optimizer_documents(
+    plan: StatePlan, optimizers: Sequence[torch.optim.Optimizer], other: OtherState
+) -> list[dict[str, Any]]:
     """Return per optimizer: its class, its groups with hyperparameters and parameter names, its step counters."""
     names = {id(one.parameter): one.name for one in plan.optimized}
     documents: list[dict[str, Any]] = []
@@ -173,24 +195,19 @@ def optimizer_documents(plan: StatePlan, optimizers: Sequence[torch.optim.Optimi
                     }
                     for group in optimizer.param_groups
                 ],
-                "state": {
-                    one.name: {k: v for k, v in _other_state(one, optimizers).items() if is_inline(v)} for one in mine
-                },
+                "state": {one.name: other.inline[one.name] for one in mine},
             }
         )
     return documents
 
 
-def stepped_documents(plan: StatePlan, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, dict[str, Any]]:
+def stepped_documents(plan: StatePlan, other: OtherState) -> dict[str, dict[str, Any]]:
     """Return of each table here that an optimizer steps: whose it is (``optimizer``, ``group``), its step counters."""
     return {
-        one.name: {
-            "optimizer": one.optimizer, "group": one.group,
-            "state": {key: value for key, value in _other_state(one, optimizers).items() if is_inline(value)},
-        }
+        one.name: {"optimizer": one.optimizer, "group": one.group, "state": other.inline[one.name]}
         for one in plan.optimized
         if one.is_table
-    }  # fmt: skip
+    }
 
 
 def add_stepped(documents: Sequence[dict[str, Any]], stepped: Mapping[str, Mapping[str, Any]]) -> None:
