@@ -23,6 +23,7 @@ class Outcome:
         return json.loads(self.out)
 
 
-def cnr(*arguments: object) -> Outcome:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+def cnr(*arguments: object, columns: int = 400) -> Outcome:
+    """Run a command. ``columns``: width of the terminal; the default wraps no text, however long paths are."""
+    result = CliRunner(env={"COLUMNS": str(columns)}).invoke(app, [str(argument) for argument in arguments])
     return Outcome(result.exit_code, result.stdout, result.stderr)

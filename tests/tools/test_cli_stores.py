@@ -190,17 +190,13 @@ def test_names_from_a_store_cannot_act_on_the_terminal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_tables_fit_the_terminal_and_name_what_they_leave_out(
-    root: Path, monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-
+def test_tables_fit_the_terminal_and_name_what_they_leave_out(root: Path, columns: int) -> None:
     for command in ("log", "show"):
-        printed = cnr(command, root).out
+        printed = cnr(command, root, columns=columns).out
         assert max(len(line.rstrip()) for line in printed.splitlines() if str(root) not in line) <= columns
         assert ("a wider terminal, or --json, also has:" in printed) == (columns == 80)
     records = cnr("log", root, "--json").document["records"]
-    rows = [line for line in cnr("log", root).out.splitlines() if line.strip()[:1].isdigit()]
+    rows = [line for line in cnr("log", root, columns=columns).out.splitlines() if line.strip()[:1].isdigit()]
     assert len(rows) == len(records)  # one line each
 
 

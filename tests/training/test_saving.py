@@ -817,7 +817,7 @@ def test_a_commit_that_failed_behind_its_back_is_saved_and_followed_by_a_full(
         raise MemoryError("moving a mirror")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cnr_store.write.delta_rows.StagedRows.apply", fail)
+        patch.setattr("cnr_store.write.staged_tables.apply_tables", fail)
         report = manager.save()
 
     assert report is not None
@@ -849,7 +849,7 @@ def test_an_unknown_outcome_that_won_and_then_failed_is_not_taken_for_lost(
         raise MemoryError("moving a mirror")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cnr_store.write.delta_rows.StagedRows.apply", fail)
+        patch.setattr("cnr_store.write.staged_tables.apply_tables", fail)
         manager.save()
 
     assert [report.kind for report in manager.history] == ["baseline", "delta", "baseline"]
