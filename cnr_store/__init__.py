@@ -54,6 +54,7 @@ from cnr_store.runtime.ranks import Ranks
 from cnr_store.segment.chunk_cache import CacheCounts, ChunkCache
 from cnr_store.segment.shards import Shard
 from cnr_store.store import Store
+from cnr_store.transfer.copying import StoreCopyReport, copy_store
 from cnr_store.transfer.exporting import ExportedTensor, ExportReport, export_snapshot
 from cnr_store.transfer.importing import ImportReport, import_tensors
 from cnr_store.transfer.safetensors_file import TensorFile, TensorSpec
@@ -102,6 +103,8 @@ __all__ = [
     "ExportedTensor",
     "import_tensors",
     "ImportReport",
+    "copy_store",
+    "StoreCopyReport",
     # The store.
     "Writer",
     "Transaction",

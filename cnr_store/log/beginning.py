@@ -55,8 +55,9 @@ def check_vacant(storage: Storage) -> None:
         found.append(RELAY)
     if found:
         raise StoreExists(
-            f"{storage.url} has no {IDENTITY}, but contains {', '.join(found)}: remains of a store, or a relay that is "
-            "being created; restore the missing objects from a backup, or choose an empty folder",
+            f"{storage.url} has no {IDENTITY}, but contains {', '.join(found)}: remains of a store, or a relay or copy "
+            "that is being made; run `cnr relay` or `cnr copy` again to finish it, restore the missing objects from a "
+            "backup, or choose an empty folder",
             path=storage.url, found=found,
         )  # fmt: skip
 

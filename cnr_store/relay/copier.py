@@ -8,12 +8,13 @@ from cnr_store.errors import CorruptStore, MissingObject
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.records import ChainEntry, CommitRecord
 from cnr_store.relay.copied_versions import CopiedVersions
-from cnr_store.relay.copying import copy_segment, copy_side_object, has_segment
+from cnr_store.relay.copying import copy_side_object
 from cnr_store.relay.mirroring import Descent, next_live, segments_to_copy, versions_of_channels
 from cnr_store.relay.report import RelayReport
 from cnr_store.relay.source import RelaySource
 from cnr_store.relay.target import RelayTarget
 from cnr_store.runtime.threads import Throttle
+from cnr_store.segment.copying import copy_segment, has_segment
 
 
 class Copier:
@@ -75,12 +76,16 @@ class Copier:
         if item.seg in self._damaged:
             raise self._damaged[item.seg]
         try:
-            copy_segment(
-                self._source.store.storage, self._target.storage, item, self._source.workers, self._throttle, report
+            copied = copy_segment(
+                self._source.store.storage, self._target.storage, item, self._source.workers, self._throttle
             )
         except CorruptStore as error:
             self._damaged[item.seg] = error
             raise
+        report.segments += 1
+        report.objects += copied.objects
+        report.bytes += copied.size_bytes
+        report.reused_objects += copied.reused
 
     def _copy_next_live(self, version: int, report: RelayReport) -> LogEntry:
         """Copy the segments of the first live version from ``version`` on, and of the versions its channels name."""

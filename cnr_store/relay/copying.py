@@ -1,73 +1,13 @@
-"""Copies one segment bit for bit: objects first, each checked, the manifest last.
-
-So a segment with a manifest is complete, and the next run continues an interrupted copy. Does not depend on the log.
-"""
+"""Deletes a segment of a relay, and copies the side objects of its records."""
 
 from __future__ import annotations
 
-from functools import partial
-
-from cnr_store.errors import CorruptObject, CorruptStore, MissingObject
+from cnr_store.errors import CorruptStore, MissingObject
 from cnr_store.format import layout
 from cnr_store.format.documents import sha256
-from cnr_store.format.limits import MAX_LISTS_BYTES, MAX_MANIFEST_BYTES
-from cnr_store.format.records import ChainEntry, ObjectEntry
-from cnr_store.relay.report import RelayReport
-from cnr_store.runtime.threads import Throttle, Workers
-from cnr_store.segment.reader import read_manifest
-from cnr_store.storage import Storage, read_verified
-
-
-def copy_segment(
-    source: Storage, target: Storage, entry: ChainEntry, workers: Workers, throttle: Throttle, report: RelayReport
-) -> None:
-    """Copy the segment of a chain entry; durable when this returns. Blocks. May be repeated.
-
-    Uses memory for one object per thread and the manifest. Does not copy receipts, because no reader needs them. Adds
-    what it wrote to ``report``.
-
-    Raises
-    ------
-    MissingObject, CorruptObject, CorruptStore
-        The source is damaged. Nothing damaged is written to the target.
-    AccessDenied, StorageFailure
-        A request to either failed.
-    """
-    key = layout.segment_key(entry.seg, layout.MANIFEST)
-    document, manifest = read_manifest(source, entry)
-    objects = manifest.objects
-    there = {stat.key: stat.size_bytes for stat in target.list_objects(layout.segment_prefix(entry.seg))}
-    sizes = workers.run(
-        partial(_copy_object, source, target, entry.seg, item, throttle, there) for item in objects
-    )  # fmt: skip
-    # All objects of the manifest are durable before it is written, so a segment with a manifest is complete.
-    target.sync_folders(layout.segment_key(entry.seg, item.path) for item in objects)
-    target.put(key, document)
-    target.sync_folders([key])
-    put = [size for size in sizes if size is not None]
-    report.segments += 1
-    report.objects += len(put) + 1
-    report.bytes += sum(put) + len(document)
-    report.reused_objects += len(sizes) - len(put)
-
-
-def has_segment(target: Storage, entry: ChainEntry) -> bool:
-    """Return whether the segment was copied completely, and make that durable. One GET.
-
-    Raises
-    ------
-    AccessDenied, StorageFailure
-    """
-    key = layout.segment_key(entry.seg, layout.MANIFEST)
-    try:
-        document = target.read_document(key, MAX_MANIFEST_BYTES)
-    except CorruptObject:
-        return False
-    if document is None or sha256(document) != entry.sha256:
-        return False
-    # The writer may have been killed before the manifest's name was durable. The names of its objects are durable.
-    target.sync_folders([key])
-    return True
+from cnr_store.format.limits import MAX_LISTS_BYTES
+from cnr_store.runtime.threads import Throttle
+from cnr_store.storage import Storage
 
 
 def delete_segment(target: Storage, name: str, written_before_ms: int) -> int | None:
@@ -109,20 +49,3 @@ def copy_side_object(source: Storage, target: Storage, digest: str, throttle: Th
     throttle.take(len(data))
     target.put(key, data)
     target.sync_folders([key])
-
-
-def _copy_object(
-    source: Storage, target: Storage, segment: str, item: ObjectEntry, throttle: Throttle, there: dict[str, int]
-) -> int | None:
-    """Copy one object and return its bytes; None if the target already has it with the right digest."""
-    key = layout.segment_key(segment, item.path)
-    if there.get(key) == item.size:
-        try:
-            read_verified(target, key, size_bytes=item.size, digest=item.xxh3_128)
-        except (CorruptObject, MissingObject):
-            pass  # Written again below.
-        else:
-            return None
-    throttle.take(item.size)
-    target.put(key, read_verified(source, key, size_bytes=item.size, digest=item.xxh3_128))
-    return item.size

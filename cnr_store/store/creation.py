@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from typing import Any
 
 from cnr_store.errors import NotAStore, StorageFailure, StoreExists
 from cnr_store.format import arrays, layout
@@ -25,16 +26,38 @@ def create_identity(storage: Storage) -> Identity:
     ------
     BadInput, StoreExists, UnsafeBackend, WrongClock, AccessDenied, StorageFailure
     """
+    identity = new_identity(storage)
+    put_identity(storage, identity)
+    put_root_group(storage)
+    return identity
+
+
+def new_identity(storage: Storage) -> Identity:
+    """Return the identity of a store that will be created in a root without one; writes only a probe. Blocks.
+
+    Raises
+    ------
+    StoreExists, UnsafeBackend, WrongClock, AccessDenied, StorageFailure
+    """
     beginning.check_vacant(storage)
     now_ms = wall_ms()
     check_clock(storage, now_ms, may_be_behind=True)
     if storage.is_exclusive:
         storage.probe()
-    identity = Identity(
+    return Identity(
         format=FORMAT, major=MAJOR, minor=MINOR, hash="sha256",
         store_uuid=uuid.uuid4().hex, created_ms=now_ms,
         exclusive_create="verified" if storage.is_exclusive else "unsafe_single_writer",
     )  # fmt: skip
+
+
+def put_identity(storage: Storage, identity: Identity) -> None:
+    """Create ``cnr.json``; from then on the root can be opened. Blocks; safe to repeat.
+
+    Raises
+    ------
+    BadInput, StoreExists, AccessDenied, StorageFailure
+    """
     data = canonical_json(identity)
     outcome = storage.create(layout.IDENTITY, data)
     if outcome is not CreateOutcome.CREATED:
@@ -47,9 +70,21 @@ def create_identity(storage: Storage) -> Identity:
             )  # fmt: skip
         if found != data:
             raise StoreExists(f"{storage.url} already contains a store; open it", path=storage.url)
-    storage.put(layout.ROOT_GROUP, arrays.group_document({"cnr": {"format": FORMAT, "major": MAJOR, "minor": MINOR}}))
-    storage.sync_folders([layout.ROOT_GROUP])
-    return identity
+
+
+def put_root_group(storage: Storage) -> None:
+    """Put the Zarr group of the root. Blocks; safe to repeat."""
+    _put_group(storage, layout.ROOT_GROUP, {"cnr": {"format": FORMAT, "major": MAJOR, "minor": MINOR}})
+
+
+def put_data_group(storage: Storage) -> None:
+    """Put the Zarr group of ``data/``. Blocks; safe to repeat."""
+    _put_group(storage, layout.DATA_GROUP, {})
+
+
+def _put_group(storage: Storage, key: str, attributes: dict[str, Any]) -> None:
+    storage.put(key, arrays.group_document(attributes))
+    storage.sync_folders([key])
 
 
 def read_identity(storage: Storage) -> Identity:
@@ -75,5 +110,4 @@ def begin_log(storage: Storage, log: CommitLog, identity: bytes) -> None:
     CommitStateUnknown, CorruptStore, StorageFailure
     """
     log.append_first(draft_init(writer_info(uuid.uuid4().hex), sha256(identity)))
-    storage.put(layout.DATA_GROUP, arrays.group_document({}))
-    storage.sync_folders([layout.DATA_GROUP])
+    put_data_group(storage)

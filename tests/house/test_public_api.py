@@ -36,6 +36,7 @@ PUBLIC = {
         collect_garbage RetentionPolicy KeepBest compare_tables TableDifference GcReport Lease
         segment_sizes total_sizes fp32_bytes SegmentSizes
         export_snapshot ExportReport ExportedTensor import_tensors ImportReport TensorFile TensorSpec
+        copy_store StoreCopyReport
         LogEntry CommitRecord ChainEntry WriterInfo TableSchema DenseEntry Pin Cursor
         RelayMarker SegmentReport VersionReport LostState
     """,

@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "read": "errors types format runtime storage encodings segment",  # never the log, never write
         "write": "errors types format runtime storage encodings log segment read",
         "store": "errors types format runtime storage log segment read write",
-        "transfer": "errors types format runtime encodings read write store",
+        "transfer": "errors types format runtime storage encodings log segment read write store",
         "relay": "errors format runtime storage log segment store",
         "maintenance": "errors types format runtime storage encodings log segment read write store",
         "serving": "errors types format runtime storage encodings log segment read store",

@@ -12,9 +12,9 @@ from cnr_store import CorruptStore, Store, TableOptions
 from cnr_store.format.documents import sha256
 from cnr_store.format.layout import MANIFEST, segment_key, state_key
 from cnr_store.format.records import ChainEntry
-from cnr_store.relay.copying import copy_segment, copy_side_object, delete_segment, has_segment
-from cnr_store.relay.report import RelayReport
+from cnr_store.relay.copying import copy_side_object, delete_segment
 from cnr_store.runtime.threads import Throttle
+from cnr_store.segment.copying import copy_segment, has_segment
 from cnr_store.storage import Storage, storage_from_filesystem
 from tests.support.faulty import IsolatedMemoryFileSystem
 
@@ -37,7 +37,7 @@ def entry_of(store: Store) -> ChainEntry:
 
 
 def copy(store: Store, target: Storage) -> None:
-    copy_segment(store.storage, target, entry_of(store), store.internals.workers, Throttle(None), RelayReport())
+    copy_segment(store.storage, target, entry_of(store), store.internals.workers, Throttle(None))
 
 
 def noted(target: Storage, *names: str) -> list[str]:

@@ -23,9 +23,8 @@ from cnr_store.format.manifest import decode_manifest
 from cnr_store.format.packed import pack
 from cnr_store.format.records import ArrayEntry
 from cnr_store.maintenance.compaction import compact_run
-from cnr_store.relay import copying
-from cnr_store.relay.report import RelayReport
 from cnr_store.runtime.threads import Throttle, Workers
+from cnr_store.segment.copying import copy_segment
 from cnr_store.segment.groups import Blocks, RowList
 from cnr_store.segment.writer import SegmentWriter
 from cnr_store.storage.local import LocalStorage
@@ -344,14 +343,12 @@ def test_objects_of_a_list_that_failed_half_way_are_deleted_and_not_listed(store
     assert not left & {stat.key for stat in store.storage.list_objects(f"data/{name}/")}
 
 
-def test_a_relay_copies_shards(store: Store, tmp_path: Path) -> None:
+def test_a_copy_has_the_shards(store: Store, tmp_path: Path) -> None:
     save(store, 173)
     target = LocalStorage(str(tmp_path / "copy"), fsync=False)
     (entry,) = store.head().record.chain
 
-    copied = RelayReport()
-
-    copying.copy_segment(store.storage, target, entry, store.internals.workers, copying.Throttle(None), copied)
+    copied = copy_segment(store.storage, target, entry, store.internals.workers, Throttle(None))
 
     listed = {stat.key: target.read(stat.key) for stat in target.list_objects("data")}
     assert copied.objects == len(listed)

@@ -21,6 +21,7 @@ from cnr_store.transfer import exporting, importing
 from cnr_store.transfer.exporting import export_snapshot
 from cnr_store.transfer.importing import import_tensors, plan_import
 from cnr_store.transfer.safetensors_file import Tensor, TensorFile, TensorSpec, open_safetensors, write_safetensors
+from tests.support.snapshot_bytes import bytes_of
 from tests.tools.cli_runner import cnr
 
 Array = npt.NDArray[Any]
@@ -441,3 +442,19 @@ def test_old_torch_files_load_too(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
 
     assert load_state_dict(tmp_path / "old.pt").tensors.tensors["w"].values.tolist() == [1.0, 1.0]
+
+
+def test_a_copy_reports_what_it_made_and_that_it_is_complete(store: Store, tmp_path: Path) -> None:
+    before = bytes_of(store.snapshot())
+    store.tag("good")
+
+    first = cnr("copy", store.url, tmp_path / "copy", "--all")
+    again = cnr("copy", store.url, tmp_path / "copy", "--all", "--json")
+    refused = cnr("copy", store.url, tmp_path / "copy", "--tag", "good")
+
+    copy = Store.open(str(tmp_path / "copy"))
+    assert [outcome.code for outcome in (first, again, refused)] == [0, 0, 5]
+    assert f"made store {copy.uuid} of version {store.latest_version()}" in first.out
+    assert (again.document["version"], again.document["objects"]) == (copy.latest_version(), 0)
+    assert "has a copy of all versions" in refused.err
+    assert bytes_of(copy.snapshot(tag="good")) == before

@@ -22,6 +22,10 @@ StorageOptions = Annotated[
         "that cannot create objects exclusively; then only one process may write at a time.",
     ),
 ]
+TargetOptions = Annotated[
+    list[str] | None,
+    typer.Option("--target-option", metavar="KEY=VALUE", help="Like --storage-option, for the target."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output, and nothing else.")]
 Version = Annotated[int | None, typer.Option("--version", help="The version; default the newest.", min=0)]
 Step = Annotated[int | None, typer.Option("--step", help="The newest version of this training step.")]

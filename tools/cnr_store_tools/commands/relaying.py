@@ -12,6 +12,7 @@ from cnr_store_tools.options import (
     Branch,
     Json,
     StorageOptions,
+    TargetOptions,
     Url,
     open_store,
     optional_duration,
@@ -51,10 +52,7 @@ def relay(
     ] = None,
     branch: Branch = None,
     storage_option: StorageOptions = None,
-    target_option: Annotated[
-        list[str] | None,
-        typer.Option("--target-option", metavar="KEY=VALUE", help="Like --storage-option, for the target."),
-    ] = None,
+    target_option: TargetOptions = None,
     json: Json = False,
 ) -> None:
     """Keep a copy of a store's newest versions elsewhere, for many readers. Runs until stopped; that is always safe.

@@ -1,4 +1,4 @@
-"""Commands that copy tensors out of a store and into one: export, import."""
+"""Commands that copy tensors out of a store and into one, or all of it: export, import, copy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from typing import Annotated, Literal
 
 import typer
 
-from cnr_store import BadInput, NotFound, Store, TableOptions, export_snapshot, import_tensors
+from cnr_store import (
+    BadInput,
+    NotFound,
+    Store,
+    StoreCopyReport,
+    TableOptions,
+    copy_store,
+    export_snapshot,
+    import_tensors,
+)
 from cnr_store.errors import NotAStore
 from cnr_store.integrations import load_state_dict
 from cnr_store_tools.options import (
@@ -18,17 +27,19 @@ from cnr_store_tools.options import (
     Step,
     StorageOptions,
     Tag,
+    TargetOptions,
     Url,
     Version,
     check_bits,
     open_snapshot,
     open_store,
+    optional_size,
     place_options,
 )
 from cnr_store_tools.output import emit, to_document
 from cnr_store_tools.progress import progress_bars
 from cnr_store_tools.render import export_parts
-from cnr_store_tools.text import size_text
+from cnr_store_tools.text import count_text, size_text
 
 ExportFormat = Literal["safetensors", "parquet", "npy"]
 ImportFormat = Literal["safetensors", "parquet", "npy", "torch"]
@@ -149,3 +160,51 @@ def _table_options(exact: bool, bits: int | None, max_error: float | None) -> Ta
     if bits is not None:
         return TableOptions(bits=check_bits(bits))
     return None if max_error is None else TableOptions(max_error=max_error)
+
+
+def copy(
+    url: Url,
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="Place of the new store: empty, or a copy to finish.")
+    ],
+    all_versions: Annotated[
+        bool, typer.Option("--all", help="Copy every live version, with its deltas, tags and channels.")
+    ] = False,
+    version: Version = None,
+    step: Step = None,
+    tag: Tag = None,
+    channel: Channel = None,
+    bandwidth: Annotated[
+        str | None, typer.Option("--bandwidth", metavar="SIZE", help="Maximum bytes per second to copy: 200MiB.")
+    ] = None,
+    branch: Branch = None,
+    storage_option: StorageOptions = None,
+    target_option: TargetOptions = None,
+    json: Json = False,
+) -> None:
+    """Make an independent store, with a new uuid, of a version or of all. Of a relay too, if its source is lost.
+
+    Checks every object while it copies it. After a failure or kill run it again: it continues.
+    """
+    with open_store(url, storage_option, branch) as store, progress_bars() as progress:
+        report = copy_store(
+            store, target, all_versions=all_versions, version=version, step=step, tag=tag, channel=channel,
+            bytes_per_s=optional_size(bandwidth, "--bandwidth"), progress=partial(progress, "copy"),
+            **place_options(target_option),
+        )  # fmt: skip
+    emit({"url": store.url, **to_document(report)}, (_copy_text(report),), as_json=json)
+
+
+def _copy_text(report: StoreCopyReport) -> str:
+    about = f"made store {report.store_uuid} of version {report.source_version}; its newest version is {report.version}"
+    if not report.states:
+        return f"{about}; it was complete already"
+    parts = [
+        about, count_text(report.states, "state"), count_text(report.segments, "segment"),
+        count_text(report.objects, "object"), size_text(report.size_bytes),
+    ]  # fmt: skip
+    if report.reused_objects:
+        parts.append(f"{count_text(report.reused_objects, 'object')} already there")
+    if report.skipped:
+        parts.append(f"skipped {count_text(report.skipped, 'expired state')}")
+    return ", ".join(parts)
