@@ -16,7 +16,7 @@ from typing import Any
 
 import harness
 import numpy as np
-from drifting import DIM, TABLE, DriftingTable, decompress
+from drifting import DIM, TABLE, DriftingTable, decompress, stored_bytes
 
 from cnr_store import Store, TableOptions
 from cnr_store.encodings import row_kernels
@@ -135,7 +135,7 @@ def _apply(root: Path, row_list: RowListEntry, index: int, codes: Codes, *, adds
 
 
 def _decode(root: Path, entry: ArrayEntry, index: int) -> Any:
-    data = (root / arrays.chunk_path(entry, index)).read_bytes()
+    data = stored_bytes(root, entry, index)
     out = np.empty(arrays.chunk_shape(entry), entry.dtype)
     decompress(entry, data, out)
     return out

@@ -21,13 +21,13 @@ from typing import Any
 import harness
 import numpy as np
 import torch
-from drifting import DIM, TABLE, DriftingTable, decompress
+from drifting import DIM, TABLE, DriftingTable, decompress, stored_bytes
 from safetensors.torch import load_file, save_file
 
 from cnr_store import CompactionPolicy, Store, TableOptions
 from cnr_store.encodings import digest, kernels
 from cnr_store.format import arrays
-from cnr_store.format.layout import segment_key
+from cnr_store.format.layout import segment_prefix
 from cnr_store.format.records import ArrayEntry
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.runtime.threads import blocks, default_threads
@@ -104,9 +104,12 @@ class Local:
 def note_parts(report: harness.Report, local: Local) -> None:
     """Print what each piece of work of a load costs, on one thread; of the rows that the first writer's part has."""
     entry, reader = _codes(local.store), local.store.snapshot().readers[-1]
-    keys = [arrays.chunk_path(entry, k) for k in range(arrays.chunk_count(entry))]
-    paths = [Path(local.store.url) / segment_key(reader.name, key) for key in keys]
-    data = [path.read_bytes() for path in paths]
+    segment = Path(local.store.url) / segment_prefix(reader.name)
+
+    def read() -> list[bytes]:
+        return [stored_bytes(segment, entry, index) for index in range(arrays.chunk_count(entry))]
+
+    data = read()
     codes = np.empty(arrays.chunk_shape(entry), entry.dtype)
     multipliers = digest.column_multipliers(0, DIM)
 
@@ -117,7 +120,7 @@ def note_parts(report: harness.Report, local: Local) -> None:
 
     ranges = blocks(entry.shape[0], entry.chunk_rows)
     work: dict[str, Callable[[], object]] = {
-        "reading files": lambda: [path.read_bytes() for path in paths],
+        "reading chunks": read,
         "xxh3": lambda: [object_digest(one) for one in data],
         f"{entry.codec} of {entry.dtype}": lambda: [decompress(entry, one, codes) for one in data],
         "codes to floats, and digest": lambda: [convert(*one) for one in ranges],

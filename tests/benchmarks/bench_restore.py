@@ -14,7 +14,7 @@ from typing import Any
 import harness
 import numpy as np
 import torch
-from drifting import DIM, TABLE, DriftingTable, decode_ranges, decompress
+from drifting import DIM, TABLE, DriftingTable, decode_ranges, decompress, stored_bytes
 from safetensors.torch import load_file, save_file
 
 from cnr_store import Store, TableOptions
@@ -110,7 +110,7 @@ def _apply(
 
 def _decode(root: Path, entry: ArrayEntry, index: int) -> np.ndarray[tuple[int, ...], Any]:
     out = np.empty(arrays.chunk_shape(entry), entry.dtype)
-    decompress(entry, (root / arrays.chunk_path(entry, index)).read_bytes(), out)
+    decompress(entry, stored_bytes(root, entry, index), out)
     return out
 
 

@@ -22,7 +22,7 @@ from typing import Any, get_args
 import harness
 import numpy as np
 import numpy.typing as npt
-from drifting import DIM, decompress
+from drifting import DIM, decompress, stored_bytes
 from numba import njit
 from partners import Partner, Told
 from serving_stores import BITS, DELTA_SHARE, STEP_CHANGED, STEP_TABLES, TABLE, write_deltas
@@ -415,7 +415,7 @@ def add_scaled(table: Any, rows: Any, differences: Any, scale: Any) -> None:
 
 
 def _decode(root: Path, entry: ArrayEntry, index: int) -> npt.NDArray[Any]:
-    data = (root / arrays.chunk_path(entry, index)).read_bytes()
+    data = stored_bytes(root, entry, index)
     out = np.empty(arrays.chunk_shape(entry), entry.dtype)
     decompress(entry, data, out)
     return out

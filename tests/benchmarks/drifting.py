@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from cnr_store.encodings import digest, kernels, row_kernels
@@ -143,6 +144,16 @@ def decode_ranges(count: int) -> list[tuple[int, int]]:
 
 def _encode(block: np.ndarray[Any, Any]) -> bytes:
     return arrays.encode_chunk(arrays.describe("bare", block.shape, block.dtype, len(block)), block)
+
+
+def stored_bytes(segment: Path, entry: ArrayEntry, index: int) -> bytes:
+    """Return the stored bytes of a chunk of a segment in a local folder, unchecked."""
+    if entry.shards is msgspec.UNSET:
+        return (segment / arrays.chunk_path(entry, index)).read_bytes()
+    place = arrays.place_in_shard(entry, entry.shards, index)
+    with (segment / place.path).open("rb") as file:
+        file.seek(place.start)
+        return file.read(place.size)
 
 
 def decompress(entry: ArrayEntry, data: bytes, out: Codes | RowIds) -> None:
