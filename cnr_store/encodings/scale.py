@@ -192,7 +192,9 @@ def pooled(choices: Sequence[ScaleChoice], elements: Sequence[int]) -> ScaleChoi
     squared error that was asked for, so this is the scale that the rows of all shards together ask for. Their
     samples are independent, so the squares of the half-widths add up.
     """
-    if len(choices) == 1 or len({choice.scale for choice in choices}) == 1:
+    if len(choices) == 1:
+        return choices[0]
+    if len({choice.scale for choice in choices}) == 1:
         scale = choices[0].scale
     else:
         measured = [(c.scale, n) for c, n in zip(choices, elements, strict=True) if n] or [
