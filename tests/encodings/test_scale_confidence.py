@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cnr_store.encodings import lattice, scale
 from cnr_store.encodings.choose import choose_greedy, row_errors
@@ -188,6 +190,13 @@ def test_shards_are_pooled_by_their_elements() -> None:
     assert both.relative_half_width == pytest.approx(math.hypot(300 * 0.1, 400 * 0.2) / 700)
     assert pooled([one], [300]) == one
     assert pooled([one, ScaleChoice(0.7, 0, 0.0, 0.0)], [300, 0]).scale == pytest.approx(0.1)
+
+
+@given(st.floats(1e-12, 1e6), st.integers(0, 2**40))
+def test_one_shard_alone_keeps_its_choice_to_the_last_bit(mse: float, elements: int) -> None:
+    """Its mean error was multiplied and divided by its elements, which changes the last bit of every fourth number."""
+    choice = ScaleChoice(0.1, 500, mse, 0.02)
+    assert pooled([choice], [elements]) == choice
 
 
 @pytest.mark.parametrize("table", [normal, student, zipf_norms], ids=["normal", "student", "zipf"])
