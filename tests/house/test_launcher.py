@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -55,3 +57,18 @@ def test_a_program_that_is_out_of_time_is_killed(plain: Launcher, tmp_path: Path
     (ended,) = plain.run(Program(["-c", "import time; time.sleep(600)"]), folder=tmp_path, timeout_s=0.1)
 
     assert ended.returncode == -signal.SIGKILL
+
+
+def test_a_launcher_ends_beside_a_fork_that_has_its_pipe() -> None:
+    """As the workers of a data loader do, which end some time after it."""
+    started = Launcher("fractions")
+    fork = os.fork()
+    if fork == 0:
+        time.sleep(600)
+        os._exit(0)
+
+    try:
+        started.close()
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        os.waitpid(fork, 0)

@@ -48,7 +48,12 @@ class Launcher:
         )  # fmt: skip
 
     def close(self) -> None:
-        """End the process; the programs have ended already."""
+        """End the process; the programs have ended already.
+
+        It does not wait for the launcher to see that the commands end: forks of this process, as data loaders make
+        them, keep the pipe of the commands open.
+        """
+        self._process.kill()
         self._process.communicate()
 
     def run(
