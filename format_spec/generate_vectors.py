@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from cnr_store.encodings import affine, digest, float_bits, packing, reference
+from cnr_store.encodings import affine, digest, packing
 from cnr_store.format.documents import canonical_json
 from cnr_store.format.layout import encode_name
+from tests.support import encoding_reference as reference
+from tests.support.encoders import digest_of_block, float_bits_codes, float_bits_floats
 
 PATH = Path(__file__).parent / "golden" / "encodings.json"
 VALUES = [0.0, -0.0, 0.5, -0.5, 1.5, 2.5, 0.1, -0.3, 1e-45, 3.4028234663852886e38, 65519.0, -1.0000001]
@@ -59,13 +61,13 @@ def vectors() -> dict[str, Any]:
         "state_digest": {"codes": [[1, -2, 3], [0, 32767, -32768]], "rows": [5, 6], "columns": [0, 3]},
     }  # fmt: skip
     block = np.asarray(found["state_digest"]["codes"], np.int32)
-    total = digest.digest_of_block(block, 5, digest.column_multipliers(0, 3), digest.PRESENCE_CODED)
+    total = digest_of_block(block, 5, digest.column_multipliers(0, 3), digest.PRESENCE_CODED)
     found["state_digest"]["digest"] = f"{total:016x}"
     for bits in (0, 1, 7, 15, 23):
-        encoded = float_bits.encode(values.reshape(1, -1), bits)
+        encoded = float_bits_codes(values.reshape(1, -1), bits)
         found["float_bits"].append(
             {"dtype": "float32", "mantissa_bits": bits, "values": hexes(values), "codes": encoded.reshape(-1).tolist(),
-             "decoded": hexes(float_bits.decode(encoded, bits))}
+             "decoded": hexes(float_bits_floats(encoded, bits))}
         )  # fmt: skip
     for bases, dtype, chosen in DIGITS:
         integers = np.asarray(chosen, dtype)

@@ -32,7 +32,7 @@ _NOT_INVERTIBLE = np.float32(2.0**-128)
 _BLOCK_ELEMENTS = 1 << 16
 """Elements encoded at a time, so that values and unpacked codes stay in the second-level cache."""
 
-_GRIDS: dict[int, tuple[int, float, int, float]] = {
+GRIDS: dict[int, tuple[int, float, int, float]] = {
     2: (4, 0.10, 2, 1.4),
     3: (4, 0.05, 2, 1.4),
     4: (4, 0.03, 2, 1.4),
@@ -250,7 +250,7 @@ def search_params(
     if search == "minmax":
         affine_kernels.minmax_params(values, max_code, out_scale, out_zero_point)
     elif search == "grid":
-        points, step, fit_steps, relax = _GRIDS[bits]
+        points, step, fit_steps, relax = GRIDS[bits]
         candidates = grid_candidates(bits, points, step)
         affine_kernels.grid_params(
             values, max_code, candidates, fit_steps, np.float32(relax), out_scale, out_zero_point
@@ -319,12 +319,6 @@ def _greedy_paths(
 def greedy_steps(bits: int, bins: tuple[int, ...], ratios: tuple[float, ...]) -> npt.NDArray[np.int64]:
     """Return how many steps the greedy search takes, int64 (bins, ratios). Read-only, shared."""
     return _greedy_paths(bits, bins, ratios)[2]
-
-
-def grid_settings(bits: int) -> tuple[int, float, int, float]:
-    """Return (grid points per side, step in row widths, least-squares steps, over-relaxation) of the grid search."""
-    packing.check_bits(bits)
-    return _GRIDS[bits]
 
 
 @lru_cache(maxsize=64)

@@ -56,20 +56,6 @@ def sample_rows(num_rows: int, count: int, seed: int) -> npt.NDArray[np.int64]:
     return np.sort(chosen.astype(np.int64))
 
 
-def sample_mse(sample: Float32s, encoding: Affine) -> float:
-    """Return the mean squared error per element of the sample (n, dim) after encoding and decoding.
-
-    Rows that the encoding refuses are left out; a sample without other rows has error 0. float32,
-    C-contiguous; read only.
-
-    Raises
-    ------
-    BadInput, BadShape, BadDtype
-    """
-    errors = row_errors(sample, encoding)
-    return float(np.sum(errors)) / (len(errors) * sample.shape[1]) if errors.size else 0.0
-
-
 def row_errors(sample: Float32s, encoding: Affine) -> npt.NDArray[np.float64]:
     """Return each row's squared error, summed over its elements, after encoding and decoding: float64 (m,).
 

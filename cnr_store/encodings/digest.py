@@ -83,11 +83,6 @@ def presence(column_start: int, *, escape: bool = False) -> np.uint64:
     return PRESENCE_ESCAPE if escape else PRESENCE_CODED
 
 
-def digest_of_block(codes: IntegerCodes, row_start: int, multipliers: Multipliers, presence: np.uint64) -> int:
-    """Return the digest of consecutive rows ``row_start ..`` with codes (n, d), or (n,) for a 1-d slot."""
-    return int(kernels.digest_block(as_columns(codes), row_start, multipliers, presence))
-
-
 def digest_of_rows(
     codes: IntegerCodes, rows: npt.NDArray[np.int64], multipliers: Multipliers, presence: np.uint64
 ) -> int:
@@ -95,18 +90,6 @@ def digest_of_rows(
     return int(kernels.digest_rows(as_columns(codes), rows, multipliers, presence))
 
 
-def presence_of_rows(rows: npt.NDArray[np.int64], presence: np.uint64) -> int:
-    """Return the sum of P over ``rows``: what the rows' presence alone adds (0 for `NO_PRESENCE`)."""
-    if presence == NO_PRESENCE:
-        return 0
-    return int(splitmix64(rows.view(np.uint64) ^ presence).sum(dtype=np.uint64))
-
-
 def add_digests(*digests: int) -> int:
     """Return the sum of digests modulo 2^64: of disjoint rectangles, or of a digest and its change."""
     return sum(digests) & _MASK
-
-
-def subtract_digests(digest: int, taken: int) -> int:
-    """Return ``digest - taken`` modulo 2^64: what is left when rows or rectangles go."""
-    return (digest - taken) & _MASK

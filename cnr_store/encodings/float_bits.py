@@ -24,10 +24,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.encodings import kernels
 from cnr_store.encodings.widths import FloatBlock, as_columns, carrier
-from cnr_store.errors import BadDtype, BadInput, NonFiniteValues
-from cnr_store.types import Codes, TableDtype
+from cnr_store.errors import BadDtype, BadInput
+from cnr_store.types import TableDtype
 
 EXACT_MANTISSA_BITS: dict[str, int] = {"float32": 23, "float16": 10, "bfloat16": 7}
 """Mantissa bits at which ``float_bits`` is the identity, by dtype."""
@@ -74,47 +73,3 @@ def as_bits(values: FloatBlock, dtype: TableDtype = "float32") -> FloatPatterns:
         )
     bits: npt.NDArray[Any] = values.view(np.int32 if dtype == "float32" else np.int16)
     return as_columns(bits)
-
-
-def encode(
-    values: FloatBlock,
-    mantissa_bits: int,
-    *,
-    dtype: TableDtype = "float32",
-    table: str | None = None,
-    row_start: int = 0,
-) -> Codes:
-    """Return the codes of a block (n, d) or (n,), in `code_dtype`.
-
-    Raises
-    ------
-    NonFiniteValues
-        If a row holds NaN and ``mantissa_bits`` is less than 23 on float32.
-    """
-    shift = bit_shift(mantissa_bits, dtype)
-    block: npt.NDArray[Any] = np.ascontiguousarray(values)
-    bits = as_bits(block, dtype)
-    out: Codes = np.empty(bits.shape, code_dtype(mantissa_bits, dtype))
-    _, first_bad = kernels.float_bits_encode(bits, shift, out, np.zeros(len(bits), np.uint8))
-    if first_bad >= 0:
-        raise nan_row(int(row_start + first_bad), mantissa_bits, table)
-    return out.reshape(values.shape)
-
-
-def decode(codes: Codes, mantissa_bits: int, *, dtype: TableDtype = "float32") -> FloatBlock:
-    """Return the floats of the codes (n, d) or (n,), as float32, float16 or uint16 (bfloat16)."""
-    shift = bit_shift(mantissa_bits, dtype)
-    out: FloatBlock = np.empty(codes.shape, carrier(dtype))
-    kernels.float_bits_decode(as_columns(np.ascontiguousarray(codes)), shift, as_bits(out, dtype))
-    return out
-
-
-def nan_row(row: int, mantissa_bits: int, table: str | None) -> NonFiniteValues:
-    """Return the error for a row with NaN in a rounding float_bits encoding."""
-    where = f"row {row} of {table!r}" if table else f"row {row}"
-    return NonFiniteValues(
-        f"{where} holds NaN, which float_bits({mantissa_bits}) cannot keep; mantissa_bits=23 keeps it",
-        table=table,
-        expected="no NaN",
-        found=f"row {row}",
-    )

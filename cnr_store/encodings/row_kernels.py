@@ -107,20 +107,6 @@ def add_block(acc, codes, left_shift):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def keep_flagged(array, flags, wanted):  # type: ignore[no-untyped-def]
-    """Pack the rows of ``array`` (n, d) with flag ``wanted`` to its front, in place and in order; return how many."""
-    n, d = array.shape
-    kept = 0
-    for i in range(n):
-        if flags[i] == wanted:
-            if kept != i:
-                for j in range(d):
-                    array[kept, j] = array[i, j]
-            kept += 1
-    return np.int64(kept)
-
-
-@_compiled
 def _first_places(keys):  # type: ignore[no-untyped-def]
     """Return where a stable sort by ``keys`` (n,) puts the first row of each value, and the smallest value."""
     low = high = np.int64(0)

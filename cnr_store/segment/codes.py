@@ -7,7 +7,6 @@ numpy and kernels, no I/O.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -257,12 +256,6 @@ class TableCodes:
             return np.ones(len(rows), np.bool_)
         return np.asarray(self.status[rows - self.start] == CODED)
 
-    def coded_rows(self) -> RowIds:
-        """Return the global ids of all coded rows."""
-        if self.status is None:
-            return np.arange(self.start, self.stop, dtype=np.int64)
-        return np.flatnonzero(self.status == CODED).astype(np.int64) + self.start
-
     def mark(self, rows: RowIds, status: int) -> None:
         """Set the status of global ``rows``; what an escape row held is forgotten unless it stays one."""
         if status != CODED or self.status is not None:
@@ -353,15 +346,6 @@ def escape_bits(values: Array, dtype: TableDtype) -> npt.NDArray[np.int32]:
     """Return the bits of exact float rows, widened to float32, as int32 (n, width)."""
     block = np.ascontiguousarray(values)
     return np.ascontiguousarray(widths.to_float32(block, dtype)).view(np.int32)
-
-
-def memory_estimate(schema: TableSchema, num_rows: int) -> int:
-    """Return the bytes a mirror of ``num_rows`` rows takes (design, section 4: 2 per element, 4 in exact mode)."""
-    return sum(
-        math.prod((num_rows, spec.width)) * spec.mirror_dtype.itemsize
-        for spec in array_specs(schema).values()
-        if spec.is_additive
-    )
 
 
 def _same_memory(a: Array, b: Array) -> bool:

@@ -177,11 +177,6 @@ def encoding_name(options: TableOptions, dtype: TableDtype) -> EncodingName:
     return options.encoding or ("lattice" if dtype == "float32" else "float_bits")
 
 
-def sample_of(values: Any, dtype: TableDtype) -> npt.NDArray[Any]:
-    """Return up to `SAMPLE_ROWS` rows of ``values`` (num_rows, dim), evenly random with a fixed seed."""
-    return RowSample(values, dtype).rows()
-
-
 def asked_bits(options: TableOptions) -> AffineBits:
     """Return the width that the options ask for, 8 if they ask for none."""
     if options.bits != "auto":

@@ -19,10 +19,10 @@ import torch
 from drifting import DIM, TABLE, BareWriter, DriftingTable
 
 from cnr_store import Store, TableOptions
+from cnr_store.encodings.sampling import RowSample
 from cnr_store.encodings.scale import choose_scale
 from cnr_store.runtime.threads import Workers, default_threads
 from cnr_store.types import AffineBits, Float32s, Precision, RowIds
-from cnr_store.write.schema_choice import sample_of
 from cnr_store_gpu import RowRequest, StagingBuffers
 
 COMMIT_TO_TORCH, COMMIT_TO_BARE, STALL_TO_SELECT, SPARE_MIB = 0.5, 1.3, 1.5, 256
@@ -135,7 +135,7 @@ def baselines(report: harness.Report, sides: Sides, bits: AffineBits, repeats: i
     for fsync in (False, True):
         sides.set_fsync(fsync)
         how = "with fsync" if fsync else "no fsync"
-        sample = sample_of(sides.table.values, "float32")
+        sample = RowSample(sides.table.values, "float32").rows()
         work = {
             "commit": sides.commit_baseline, "bare": sides.write_bare_baseline, "torch": sides.save_with_torch,
             "scale": partial(choose_scale, sample, Precision(bits=bits)),

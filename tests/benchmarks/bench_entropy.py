@@ -26,11 +26,11 @@ from drifting import TABLE, DriftingTable
 from real_sets import DATA_FOLDER, present
 
 from cnr_store import Store, TableOptions
-from cnr_store.encodings import float_bits
 from cnr_store.encodings.scale import choose_scale
 from cnr_store.format.layout import MANIFEST, segment_prefix
 from cnr_store.format.packed import unpack
 from cnr_store.types import Float32s, Precision, RowIds
+from tests.support.encoders import float_bits_codes
 
 BITS = (2, 4, 8)
 SLOT_MANTISSA = 7
@@ -257,7 +257,7 @@ def _speed(plain: harness.Timings, other: harness.Timings) -> float:
 
 
 def _slot_codes(slots: Float32s) -> npt.NDArray[np.int32]:
-    return float_bits.encode(slots, SLOT_MANTISSA).reshape(-1).astype(np.int32)
+    return float_bits_codes(slots, SLOT_MANTISSA).reshape(-1).astype(np.int32)
 
 
 def _largest_fields(manifest: bytes) -> str:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from dlrm_trace import SLOT, Interval
 
 from cnr_store import RetentionPolicy, Store, TableOptions, collect_garbage
+from cnr_store.encodings.sampling import RowSample
 from cnr_store.encodings.scale import choose_scale
 from cnr_store.format.layout import DATA, MANIFEST, RECEIPT
 from cnr_store.format.manifest import decode_manifest
@@ -25,7 +26,6 @@ from cnr_store.maintenance.compaction import CompactionPolicy
 from cnr_store.maintenance.maintain import compact
 from cnr_store.types import AffineBits, AffineSearch, Float32s, Precision, RowIds
 from cnr_store.write.policy import CheckpointSize, Policy, decide
-from cnr_store.write.schema_choice import sample_of
 
 KINDS = ("rows", "codes", "scales", "slots", "metadata", "receipt", "record")
 """Of bytes that belong to tables: row ids, codes, row parameters, optimizer slots; ``zarr.json`` documents and the
@@ -58,7 +58,7 @@ def lattice(bits: AffineBits) -> Encoding:
     def choose(touched: Float32s) -> TableOptions:
         if len(touched) == 0:
             return TableOptions(bits=bits)
-        sample: Float32s = np.ascontiguousarray(sample_of(touched, "float32"))
+        sample: Float32s = np.ascontiguousarray(RowSample(touched, "float32").rows())
         return TableOptions(scale=_equal_scale(sample.tobytes(), sample.shape[1], bits))
 
     return Encoding(f"lattice {bits}", choose)

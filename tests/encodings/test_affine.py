@@ -117,7 +117,7 @@ def test_searches_equal_the_numpy_reference_bit_for_bit(bits: int, num_rows: int
     values = rows_of("outlier", num_rows, dim)
     values[0] = 0.25
     scale, zero_point = np.empty(num_rows, np.float32), np.empty(num_rows, np.float32)
-    points, step, fit_steps, relax = affine.grid_settings(bits)
+    points, step, fit_steps, relax = affine.GRIDS[bits]
 
     def search(**settings: Any) -> tuple[bytes, bytes]:
         affine.search_params(values, bits=bits, out_scale=scale, out_zero_point=zero_point, **settings)

@@ -69,7 +69,7 @@ def test_codes_of_any_parameters_equal_the_reference(values: np.ndarray, bits: i
 @given(any_size, widths)
 def test_searches_equal_the_reference(values: np.ndarray, bits: int) -> None:
     scale, zero_point = np.empty(len(values), np.float32), np.empty(len(values), np.float32)
-    points, step, fit_steps, relax = affine.grid_settings(bits)
+    points, step, fit_steps, relax = affine.GRIDS[bits]
     references = [
         (
             {"search": "grid"},

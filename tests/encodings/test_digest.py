@@ -5,7 +5,9 @@ import hashlib
 import numpy as np
 import pytest
 
-from cnr_store.encodings import digest, kernels, reference
+from cnr_store.encodings import digest, kernels
+from tests.support import encoding_reference as reference
+from tests.support.encoders import digest_of_block
 
 
 def coded(n: int = 30, d: int = 8, seed: int = 0, dtype: type = np.int16) -> np.ndarray:
@@ -13,7 +15,7 @@ def coded(n: int = 30, d: int = 8, seed: int = 0, dtype: type = np.int16) -> np.
 
 
 def whole(codes: np.ndarray, row_start: int = 0) -> int:
-    return digest.digest_of_block(codes, row_start, digest.column_multipliers(0, codes.shape[1]), digest.PRESENCE_CODED)
+    return digest_of_block(codes, row_start, digest.column_multipliers(0, codes.shape[1]), digest.PRESENCE_CODED)
 
 
 def test_splitmix64_has_the_published_first_outputs() -> None:
@@ -53,7 +55,7 @@ def test_kernels_equal_reference(shape: tuple[int, int], dtype: type, presence: 
     rows = np.arange(100, 100 + shape[0], dtype=np.int64)
     expected = reference.digest(codes, rows, multipliers, int(presence))
 
-    assert digest.digest_of_block(codes, 100, multipliers, presence) == expected
+    assert digest_of_block(codes, 100, multipliers, presence) == expected
     assert digest.digest_of_rows(codes, rows, multipliers, presence) == expected
     assert int(kernels.digest_gathered(codes, rows, 100, multipliers, presence)) == expected
 
@@ -69,32 +71,23 @@ def test_negative_row_keys_are_twos_complement() -> None:
 def test_one_dimensional_slots_are_one_column() -> None:
     codes = coded(9, 1)
     multipliers = digest.slot_multipliers("momentum1", 0, 1)
-    assert digest.digest_of_block(codes[:, 0], 4, multipliers, digest.NO_PRESENCE) == digest.digest_of_block(
+    assert digest_of_block(codes[:, 0], 4, multipliers, digest.NO_PRESENCE) == digest_of_block(
         codes, 4, multipliers, digest.NO_PRESENCE
     )
 
 
 def test_presence_counts_once_per_row_however_columns_are_cut() -> None:
     codes = coded(10, 8)
-    left = digest.digest_of_block(codes[:, :3].copy(), 0, digest.column_multipliers(0, 3), digest.presence(0))
-    right = digest.digest_of_block(codes[:, 3:].copy(), 0, digest.column_multipliers(3, 8), digest.presence(3))
+    left = digest_of_block(codes[:, :3].copy(), 0, digest.column_multipliers(0, 3), digest.presence(0))
+    right = digest_of_block(codes[:, 3:].copy(), 0, digest.column_multipliers(3, 8), digest.presence(3))
     assert digest.add_digests(left, right) == whole(codes)
-
-
-def test_presence_of_rows_is_the_digest_of_zero_rows() -> None:
-    rows = np.array([3, 9, 2**40], np.int64)
-    zero = np.zeros((3, 2), np.int16)
-    multipliers = digest.column_multipliers(0, 2)
-    for presence in (digest.PRESENCE_CODED, digest.PRESENCE_ESCAPE, digest.NO_PRESENCE):
-        assert digest.presence_of_rows(rows, presence) == digest.digest_of_rows(zero, rows, multipliers, presence)
-    assert digest.presence_of_rows(rows, digest.PRESENCE_CODED) != 0
 
 
 def test_an_absent_row_differs_from_a_zero_row_and_from_an_escape_row() -> None:
     zero = np.zeros((1, 4), np.int32)
     multipliers = digest.column_multipliers(0, 4)
-    as_coded = digest.digest_of_block(zero, 0, multipliers, digest.PRESENCE_CODED)
-    as_escape = digest.digest_of_block(zero, 0, multipliers, digest.PRESENCE_ESCAPE)
+    as_coded = digest_of_block(zero, 0, multipliers, digest.PRESENCE_CODED)
+    as_escape = digest_of_block(zero, 0, multipliers, digest.PRESENCE_ESCAPE)
     assert len({0, as_coded, as_escape}) == 3
 
 
@@ -145,12 +138,8 @@ def test_shifted_rows_missing_rows_and_moved_slots_change_it() -> None:
     assert len(digests) == 4
     slot = codes[:, :1].copy()
     of_slots = {
-        digest.digest_of_block(slot, 0, digest.slot_multipliers(name, 0, 1), digest.NO_PRESENCE)
+        digest_of_block(slot, 0, digest.slot_multipliers(name, 0, 1), digest.NO_PRESENCE)
         for name in ("exp_avg", "exp_avg_sq")
     }
-    as_column = digest.digest_of_block(slot, 0, digest.column_multipliers(0, 1), digest.NO_PRESENCE)
+    as_column = digest_of_block(slot, 0, digest.column_multipliers(0, 1), digest.NO_PRESENCE)
     assert len(of_slots | {as_column}) == 3
-
-
-def test_subtraction_undoes_addition() -> None:
-    assert digest.subtract_digests(digest.add_digests(2**64 - 1, 5), 5) == 2**64 - 1

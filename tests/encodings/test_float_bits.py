@@ -3,10 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cnr_store.encodings import float_bits, kernels, reference, row_kernels
+from cnr_store.encodings import float_bits, kernels, row_kernels
 from cnr_store.encodings.digest import column_multipliers
-from cnr_store.errors import BadDtype, BadInput, NonFiniteValues
+from cnr_store.errors import BadDtype, BadInput
 from cnr_store.types import TableDtype
+from tests.support import encoding_reference as reference
+from tests.support.encoders import float_bits_codes, float_bits_floats
 
 LARGEST = np.finfo(np.float32).max
 SPECIAL = np.array(
@@ -36,7 +38,7 @@ def random_bits(n: int, seed: int = 0) -> np.ndarray:
 def test_23_mantissa_bits_are_the_identity_with_nan_payloads_and_signed_zero() -> None:
     values = np.concatenate([SPECIAL, NANS, random_bits(10_000)]).view(np.float32)
 
-    back = float_bits.decode(float_bits.encode(values, 23), 23)
+    back = float_bits_floats(float_bits_codes(values, 23), 23)
 
     np.testing.assert_array_equal(back.view(np.uint32), values.view(np.uint32))
 
@@ -44,10 +46,10 @@ def test_23_mantissa_bits_are_the_identity_with_nan_payloads_and_signed_zero() -
 def test_23_mantissa_bits_are_the_ordered_image_of_the_bits() -> None:
     bits = np.concatenate([SPECIAL, NANS, random_bits(1000)]).view(np.int32)
 
-    codes = float_bits.encode(bits.view(np.float32), 23)
+    codes = float_bits_codes(bits.view(np.float32), 23)
 
     np.testing.assert_array_equal(codes, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-    assert float_bits.encode(np.array([-0.0, 0.0], np.float32), 23).tolist() == [-1, 0]
+    assert float_bits_codes(np.array([-0.0, 0.0], np.float32), 23).tolist() == [-1, 0]
 
 
 @pytest.mark.parametrize("mantissa_bits", [0, 1, 7, 12, 22, 23])
@@ -55,7 +57,7 @@ def test_codes_are_ordered_as_the_floats(mantissa_bits: int) -> None:
     values = np.concatenate([SPECIAL, random_bits(10_000)]).view(np.float32)
     values = np.sort(values[~np.isnan(values)])
 
-    codes = float_bits.encode(values, mantissa_bits).astype(np.int64)
+    codes = float_bits_codes(values, mantissa_bits).astype(np.int64)
 
     # Zeros of both signs compare equal, so their codes may come in any order.
     steps = np.diff(codes)[np.diff(values) > 0]
@@ -66,7 +68,7 @@ def test_codes_are_ordered_as_the_floats(mantissa_bits: int) -> None:
 def test_a_finite_value_never_becomes_infinite_and_infinity_stays(mantissa_bits: int) -> None:
     values = np.array([LARGEST, -LARGEST, np.nextafter(LARGEST, np.float32(0)), np.inf, -np.inf], np.float32)
 
-    back = float_bits.decode(float_bits.encode(values, mantissa_bits), mantissa_bits)
+    back = float_bits_floats(float_bits_codes(values, mantissa_bits), mantissa_bits)
 
     assert np.isfinite(back[:3]).all()
     assert back[0] == -back[1] > 0
@@ -79,7 +81,7 @@ def test_seven_bits_are_the_nearest_bfloat16() -> None:
     bits = bits[((bits & 0x7FFFFFFF) <= 0x7F7F7FFF) | ((bits & 0x7FFFFFFF) == 0x7F800000)]
     values = bits.view(np.float32)
 
-    back = float_bits.decode(float_bits.encode(values, 7), 7)
+    back = float_bits_floats(float_bits_codes(values, 7), 7)
 
     expected = torch.from_numpy(values.copy()).to(torch.bfloat16).to(torch.float32).numpy()
     np.testing.assert_array_equal(back.view(np.uint32), expected.view(np.uint32))
@@ -89,7 +91,7 @@ def test_seven_bits_are_the_nearest_bfloat16() -> None:
 def test_relative_error_is_half_a_step(mantissa_bits: int) -> None:
     values = np.random.default_rng(1).lognormal(0, 10, 10_000).astype(np.float32)
 
-    back = float_bits.decode(float_bits.encode(values, mantissa_bits), mantissa_bits)
+    back = float_bits_floats(float_bits_codes(values, mantissa_bits), mantissa_bits)
 
     assert np.max(np.abs(back - values) / values) <= 2.0 ** -(mantissa_bits + 1)
 
@@ -101,37 +103,41 @@ def test_nothing_but_a_subnormal_becomes_zero_and_zero_stays(mantissa_bits: int)
     values = np.concatenate([normal, np.nextafter(normal.astype(np.float32), np.float32(np.inf))]).astype(np.float32)
     subnormal = (np.float32(2.0**-149) * np.arange(1, 1 << 12, dtype=np.float32) * np.float32(2048)).astype(np.float32)
 
-    back = float_bits.decode(float_bits.encode(values, mantissa_bits), mantissa_bits)
-    small = float_bits.decode(float_bits.encode(subnormal, mantissa_bits), mantissa_bits)
+    back = float_bits_floats(float_bits_codes(values, mantissa_bits), mantissa_bits)
+    small = float_bits_floats(float_bits_codes(subnormal, mantissa_bits), mantissa_bits)
 
     assert (back >= 2.0**-126).all()
     assert (small <= 2.0**-126).all()
-    assert float_bits.decode(float_bits.encode(np.zeros(1, np.float32), mantissa_bits), mantissa_bits)[0] == 0.0
+    assert float_bits_floats(float_bits_codes(np.zeros(1, np.float32), mantissa_bits), mantissa_bits)[0] == 0.0
 
 
 def test_rounding_ties_go_to_even_and_are_symmetric() -> None:
     # One and three half steps of m = 7 above 1.
     values = np.array([0x3F808000, 0x3F818000], np.uint32).view(np.float32)
 
-    codes = float_bits.encode(values, 7)
+    codes = float_bits_codes(values, 7)
 
     np.testing.assert_array_equal(codes, [0x3F80, 0x3F82])
-    np.testing.assert_array_equal(float_bits.encode(-values, 7), -1 - codes.astype(np.int32))
+    np.testing.assert_array_equal(float_bits_codes(-values, 7), -1 - codes.astype(np.int32))
 
 
 def test_codes_of_seven_bits_fit_int16_and_of_eight_do_not() -> None:
     values = np.array([np.inf, -np.inf], np.float32)
 
-    assert float_bits.encode(values, 7).dtype == np.int16
-    np.testing.assert_array_equal(float_bits.decode(float_bits.encode(values, 7), 7), values)
+    assert float_bits_codes(values, 7).dtype == np.int16
+    np.testing.assert_array_equal(float_bits_floats(float_bits_codes(values, 7), 7), values)
     assert float_bits.code_dtype(8) == np.int32
 
 
-def test_nan_is_refused_with_the_row_named_below_23_bits() -> None:
+def test_nan_is_marked_with_its_row_below_23_bits() -> None:
     values = np.ones((4, 2), np.float32)
     values[2, 1] = np.nan
-    with pytest.raises(NonFiniteValues, match="row 12 of 'user/momentum1'"):
-        float_bits.encode(values, 7, table="user/momentum1", row_start=10)
+    flags = np.zeros(4, np.uint8)
+
+    _, first_bad = kernels.float_bits_encode(values.view(np.int32), 16, np.empty((4, 2), np.int32), flags)
+
+    assert first_bad == 2
+    assert flags.tolist() == [0, 0, 255, 0]
 
 
 @pytest.mark.parametrize(("dtype", "mantissa_bits"), [("float16", 10), ("bfloat16", 7)])
@@ -139,18 +145,18 @@ def test_every_16_bit_pattern_is_kept_exactly(dtype: TableDtype, mantissa_bits: 
     patterns = np.arange(1 << 16, dtype=np.uint16)
     block = patterns.view(np.float16) if dtype == "float16" else patterns
 
-    codes = float_bits.encode(block, mantissa_bits, dtype=dtype)
+    codes = float_bits_codes(block, mantissa_bits, dtype=dtype)
 
     assert codes.dtype == np.int16
     assert len(np.unique(codes)) == 1 << 16
-    back = float_bits.decode(codes, mantissa_bits, dtype=dtype)
+    back = float_bits_floats(codes, mantissa_bits, dtype=dtype)
     np.testing.assert_array_equal(back.view(np.uint16), patterns)
 
 
 def test_bfloat16_codes_equal_the_seven_bit_codes_of_the_widened_floats() -> None:
     patterns = np.arange(0x7F81, dtype=np.uint16)
     wide = (patterns.astype(np.uint32) << 16).view(np.float32)
-    np.testing.assert_array_equal(float_bits.encode(patterns, 7, dtype="bfloat16"), float_bits.encode(wide, 7))
+    np.testing.assert_array_equal(float_bits_codes(patterns, 7, dtype="bfloat16"), float_bits_codes(wide, 7))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +169,7 @@ def test_mantissa_bits_that_the_dtype_has_not_are_refused(mantissa_bits: int, dt
 
 def test_the_wrong_carrier_is_refused() -> None:
     with pytest.raises(BadDtype, match="float32"):
-        float_bits.encode(np.zeros(3, np.float16), 23)
+        float_bits_codes(np.zeros(3, np.float16), 23)
 
 
 @pytest.mark.parametrize("shift", [0, 1, 11, 16, 22])
@@ -210,7 +216,7 @@ def test_delta_kernel_equals_reference(shape: tuple[int, int], shift: int, mirro
 
 
 def test_wrapped_differences_add_back_to_the_new_codes() -> None:
-    old = float_bits.encode(np.array([[-LARGEST], [np.inf]], np.float32), 23)
+    old = float_bits_codes(np.array([[-LARGEST], [np.inf]], np.float32), 23)
     new_values = np.array([[LARGEST], [-np.inf]], np.float32)
     out, rows = np.zeros((2, 1), np.int32), np.arange(2, dtype=np.int64)
 
@@ -219,7 +225,7 @@ def test_wrapped_differences_add_back_to_the_new_codes() -> None:
     )
     row_kernels.add_codes_wrapping(old, rows, 0, out)
 
-    np.testing.assert_array_equal(float_bits.decode(old, 23), new_values)
+    np.testing.assert_array_equal(float_bits_floats(old, 23), new_values)
 
 
 def test_16_bit_delta_kernel_equals_reference() -> None:
@@ -239,7 +245,7 @@ def test_16_bit_delta_kernel_equals_reference() -> None:
 
 def test_decode_in_the_memory_of_the_codes() -> None:
     values = random_bits(300, seed=9).view(np.float32)
-    codes = float_bits.encode(values, 23).reshape(-1, 3)
+    codes = float_bits_codes(values, 23).reshape(-1, 3)
 
     kernels.float_bits_decode(codes, 0, codes)
 

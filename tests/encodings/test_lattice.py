@@ -3,10 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cnr_store.encodings import kernels, lattice, reference, row_kernels, widths
+from cnr_store.encodings import kernels, lattice, row_kernels, widths
 from cnr_store.encodings.digest import column_multipliers
-from cnr_store.errors import BadDtype, BadInput, NonFiniteValues
+from cnr_store.errors import BadDtype, BadInput
 from cnr_store.types import MAX_CODE, TableDtype
+from tests.support import encoding_reference as reference
+from tests.support.encoders import lattice_codes, lattice_floats
 from tests.support.ties import SCALES, lattice_ties
 
 SHAPES = [(0, 4), (1, 1), (1, 64), (3, 7), (17, 15), (33, 16), (5, 65)]
@@ -33,7 +35,7 @@ def test_encode_kernel_equals_reference(shape: tuple[int, int], dtype: type) -> 
 
 def test_ties_round_to_even() -> None:
     values = np.array([[0.5, 1.5, 2.5, -0.5, -1.5, -2.5]], np.float32)
-    np.testing.assert_array_equal(lattice.encode(values, 1.0), [[0, 2, 2, 0, -2, -2]])
+    np.testing.assert_array_equal(lattice_codes(values, 1.0), [[0, 2, 2, 0, -2, -2]])
 
 
 @pytest.mark.parametrize("dim", [1, 8, 13])
@@ -50,7 +52,7 @@ def test_every_kernel_rounds_exact_ties_to_the_even_code(scale: np.float32, dim:
 
         np.testing.assert_array_equal(out, expected)
         np.testing.assert_array_equal(by_reference, expected)
-        np.testing.assert_array_equal(lattice.encode(values, float(scale)), expected)
+        np.testing.assert_array_equal(lattice_codes(values, float(scale)), expected)
         assert not flags.any()
         for mirror_dtype in (np.int16, np.int32):
             mirror = np.random.default_rng(dim).integers(-300, 300, values.shape).astype(mirror_dtype)
@@ -74,7 +76,7 @@ def test_division_is_true_fp32_division() -> None:
     values = ((codes + 0.5) * np.float64(scale)).astype(np.float32).reshape(-1, 8)
     by_reciprocal = np.rint(values * (np.float32(1) / scale)).astype(np.int32)
 
-    found = lattice.encode(values, float(scale))
+    found = lattice_codes(values, float(scale))
 
     np.testing.assert_array_equal(found, np.rint(values / scale).astype(np.int32))
     assert (found != by_reciprocal).any()
@@ -96,9 +98,13 @@ def test_bad_rows_are_flagged_zeroed_and_left_out_of_the_maximum() -> None:
 
 
 def test_the_largest_code_is_stored_and_the_next_is_refused() -> None:
-    assert lattice.encode(np.array([[MAX_CODE]], np.float32), 1.0)[0, 0] == MAX_CODE
-    with pytest.raises(NonFiniteValues, match="row 7 of table 'user'"):
-        lattice.encode(np.array([[MAX_CODE + 1]], np.float32), 1.0, table="user", row_start=7)
+    out, flags = np.zeros((2, 1), np.int32), np.zeros(2, np.uint8)
+
+    _, first_bad = kernels.lattice_encode(np.array([[MAX_CODE], [MAX_CODE + 1]], np.float32), np.float32(1), out, flags)
+
+    assert out[0, 0] == MAX_CODE
+    assert first_bad == 1
+    assert flags.tolist() == [0, 255]
 
 
 def test_int16_output_that_overflows_is_reported_by_the_maximum() -> None:
@@ -109,8 +115,8 @@ def test_int16_output_that_overflows_is_reported_by_the_maximum() -> None:
 
     assert max_abs == 32768
     assert widths.narrowest(max_abs) == np.int32
-    assert lattice.encode(values, 1.0).dtype == np.int32
-    assert lattice.encode(values - 1, 1.0).dtype == np.int16
+    assert lattice_codes(values, 1.0).dtype == np.int32
+    assert lattice_codes(values - 1, 1.0).dtype == np.int16
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -258,7 +264,7 @@ def test_decode_in_the_memory_of_the_codes() -> None:
 
 def test_decoding_takes_the_scale_as_fp32() -> None:
     codes = np.arange(-1000, 1000, dtype=np.int16).reshape(-1, 8)
-    np.testing.assert_array_equal(lattice.decode(codes, 0.1), np.float32(0.1) * codes.astype(np.float32))
+    np.testing.assert_array_equal(lattice_floats(codes, 0.1), np.float32(0.1) * codes.astype(np.float32))
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, np.nan, np.inf, 1e-40, 1e35])
@@ -269,18 +275,13 @@ def test_unusable_scales_are_refused(scale: float) -> None:
 
 def test_every_code_at_the_largest_scale_decodes_to_a_finite_value() -> None:
     codes = np.array([[MAX_CODE, -MAX_CODE]], np.int32)
-    assert np.isfinite(lattice.decode(codes, lattice.LARGEST_SCALE)).all()
-
-
-def test_encode_refuses_float64() -> None:
-    with pytest.raises(BadDtype):
-        lattice.encode(np.zeros((2, 2)), 1.0)  # type: ignore[arg-type]
+    assert np.isfinite(lattice_floats(codes, lattice.LARGEST_SCALE)).all()
 
 
 def test_empty_blocks_keep_their_shape() -> None:
-    codes = lattice.encode(np.empty((0, 8), np.float32), 0.1)
+    codes = lattice_codes(np.empty((0, 8), np.float32), 0.1)
     assert codes.shape == (0, 8)
-    assert lattice.decode(codes, 0.1).shape == (0, 8)
+    assert lattice_floats(codes, 0.1).shape == (0, 8)
 
 
 # ---- scatter -----------------------------------------------------------------------------------------------------
@@ -349,22 +350,6 @@ def test_rows_outside_the_target_are_reported_and_nothing_is_written(row: int) -
     assert row_kernels.put_codes(acc, rows, 0, codes, 0) == 0
     assert row_kernels.add_codes_wrapping(acc, rows, 0, codes) == 0
     assert not acc.any()
-
-
-def test_keep_flagged_packs_rows_in_order() -> None:
-    codes = np.arange(12, dtype=np.int16).reshape(6, 2)
-    rows = np.arange(10, 16, dtype=np.int64)
-    flags = np.array([0, 1, 255, 1, 0, 1], np.uint8)
-
-    count = row_kernels.keep_flagged(codes, flags, 1)
-    row_kernels.keep_flagged(rows.reshape(-1, 1), flags, 1)
-
-    assert count == 3
-    np.testing.assert_array_equal(codes[:3], [[2, 3], [6, 7], [10, 11]])
-    np.testing.assert_array_equal(rows[:3], [11, 13, 15])
-
-
-# ---- widths ------------------------------------------------------------------------------------------------------
 
 
 def test_narrowed_takes_the_narrowest_width() -> None:

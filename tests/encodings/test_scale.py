@@ -3,9 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cnr_store.encodings import lattice, scale
+from cnr_store.encodings import scale
 from cnr_store.errors import BadInput
 from cnr_store.types import MAX_CODE, AffineBits, Precision
+from tests.support.encoders import lattice_codes, lattice_floats
 
 
 def normal_rows(n: int = 512, d: int = 32, seed: int = 0) -> np.ndarray:
@@ -24,7 +25,7 @@ def test_no_element_errs_by_more_than_max_error(max_error: float) -> None:
 
     assert step <= 2 * max_error < float(np.nextafter(np.float32(step), np.float32(np.inf)))
     assert step == float(np.float32(step))
-    errors = np.abs(lattice.decode(lattice.encode(rows, step), step).astype(np.float64) - rows)
+    errors = np.abs(lattice_floats(lattice_codes(rows, step), step).astype(np.float64) - rows)
     assert errors.max() <= max_error + np.abs(rows).max() * 2.0**-23
 
 
@@ -43,7 +44,7 @@ def test_bits_meets_the_error_of_check_n_run_rows_within_half_a_percent(bits: Af
 @pytest.mark.parametrize("step", [1e-4, 0.03, 5.0])
 def test_row_errors_of_a_lattice_are_those_of_what_is_decoded(shape: tuple[int, int], step: float) -> None:
     rows = normal_rows(*shape)
-    decoded = lattice.decode(lattice.encode(rows, step), step)
+    decoded = lattice_floats(lattice_codes(rows, step), step)
     expected = np.square(decoded.astype(np.float64) - rows).sum(axis=1)
     np.testing.assert_allclose(scale.lattice_row_errors(rows, step), expected, rtol=1e-12)
 

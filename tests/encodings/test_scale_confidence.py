@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cnr_store.encodings import lattice, scale
+from cnr_store.encodings import scale
 from cnr_store.encodings.choose import choose_greedy, row_errors
 from cnr_store.encodings.sampling import LEAST_ROWS, SAMPLE_ELEMENTS, SAMPLE_ROWS, RowSample
 from cnr_store.encodings.scale import ScaleChoice, measure_scale, pooled, ratio_half_width, spread_over_cells
 from cnr_store.errors import BadInput
 from cnr_store.types import Affine, AffineBits, Float32s, Precision
+from tests.support.encoders import lattice_codes, lattice_floats
 
 POPULATION, DIM = 30_000, 8
 
@@ -207,7 +208,7 @@ def test_a_restored_table_tells_the_next_scale_when_it_is_spread_over_its_cells(
     rows = table(rows=4000)
     held = scale.choose_scale(rows, Precision(bits=bits))
     wanted = scale.choose_scale(rows, Precision(bits=finer))
-    restored = lattice.decode(lattice.encode(rows, held), held)
+    restored = lattice_floats(lattice_codes(rows, held), held)
 
     spread = measure_scale(RowSample(restored, "float32"), "float32", Precision(bits=finer), held=held).scale
     as_it_is = scale.choose_scale(restored, Precision(bits=finer))

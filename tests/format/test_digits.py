@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnr_store.encodings import reference
 from cnr_store.format import digit_kernels, digits
+from tests.support import encoding_reference as reference
 
 DTYPES = [np.dtype(np.int16), np.dtype(np.int32), np.dtype(np.int64)]
 

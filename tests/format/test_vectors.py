@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cnr_store.encodings import lattice
 from format_spec import generate_vectors
+from tests.support.encoders import lattice_codes, lattice_floats
 
 VECTORS: dict[str, Any] = json.loads(generate_vectors.PATH.read_text())
 
@@ -29,8 +29,8 @@ def test_lattice_vectors_follow_the_formula_and_the_kernels() -> None:
     vector = VECTORS["lattice"]
     values = floats(vector["values"])
 
-    assert lattice.encode(values, vector["scale"]).tolist() == vector["codes"]
-    assert generate_vectors.hexes(lattice.decode(np.asarray(vector["codes"], np.int32), 0.25)) == vector["decoded"]
+    assert lattice_codes(values, vector["scale"]).tolist() == vector["codes"]
+    assert generate_vectors.hexes(lattice_floats(np.asarray(vector["codes"], np.int32), 0.25)) == vector["decoded"]
 
 
 def test_float_bits_vectors_follow_the_formula() -> None:

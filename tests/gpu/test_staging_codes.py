@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnr_store.encodings import lattice
 from cnr_store.errors import BadDtype, BadInput
 from cnr_store_gpu import RowRequest, StagingBuffers
 from cnr_store_gpu.quantize import LatticeCodes
 from cnr_store_gpu.transfer import HostTransfer
+from tests.support.encoders import lattice_codes
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -32,7 +32,7 @@ def test_lattice_codes_are_those_of_the_store(
 ) -> None:
     weight = rows_of(seed, num_rows, dim, dtype)
     rows = np.array(data.draw(st.lists(st.integers(0, num_rows - 1), max_size=80)), np.int64)
-    expected = lattice.encode(weight[rows].float().numpy(), scale)
+    expected = lattice_codes(weight[rows].float().numpy(), scale)
     momentum = rows_of(seed + 1, num_rows, dim)
     momentum_before = momentum[rows].clone()
     transfer = HostTransfer() if through_ring else None
@@ -82,7 +82,7 @@ def test_codes_windows_are_one_array() -> None:
         {"t": RowRequest(np.arange(70_000), {"weight": weight})}
     )
 
-    np.testing.assert_array_equal(staged.codes["t"].numpy(), lattice.encode(weight.numpy(), 1e-3))
+    np.testing.assert_array_equal(staged.codes["t"].numpy(), lattice_codes(weight.numpy(), 1e-3))
 
 
 def test_a_slot_can_be_coded_and_the_scale_changed_between_gathers() -> None:
@@ -92,7 +92,7 @@ def test_a_slot_can_be_coded_and_the_scale_changed_between_gathers() -> None:
         buffers.quantize["t"] = LatticeCodes(scale, tensor="sum")
         staged = buffers.gather({"t": RowRequest(np.array([8, 0]), slots)})
 
-        np.testing.assert_array_equal(staged.codes["t"].numpy(), lattice.encode(slots["sum"].numpy()[[8, 0]], scale))
+        np.testing.assert_array_equal(staged.codes["t"].numpy(), lattice_codes(slots["sum"].numpy()[[8, 0]], scale))
         assert torch.equal(staged.tensors["t"]["weight"], slots["weight"][[8, 0]])
         staged.release()
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from cnr_store.encodings import lattice
 from cnr_store.errors import BadRowIds
 from cnr_store_gpu import RowBitmap, RowRequest, StagingBuffers
 from cnr_store_gpu.pinned import TransitRing
 from cnr_store_gpu.quantize import LatticeCodes
 from cnr_store_gpu.transfer import CudaTransfer
+from tests.support.encoders import lattice_codes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -144,7 +144,7 @@ def test_codes_of_a_gpu_are_those_of_the_store_and_floats_where_there_are_none()
     weight[17, 3] = float("nan")
     fallen_back = buffers.gather(requests)
 
-    np.testing.assert_array_equal(coded.codes["t"].numpy(), lattice.encode(rows, 1e-3))
+    np.testing.assert_array_equal(coded.codes["t"].numpy(), lattice_codes(rows, 1e-3))
     assert coded.host_bytes == 3000 * 64 * 2 + 4
     assert fallen_back.codes == {}
     assert fallen_back.tensors["t"]["weight"].isnan().sum() == 1

@@ -386,7 +386,6 @@ def test_versions_that_no_problem_hurts_are_restorable_newest_first(root: Path) 
         report = verify_store(store, deep=True)
 
     assert report.restorable == (3, 2)
-    assert report.newest_restorable == 3
 
 
 def test_a_version_of_which_something_was_not_read_is_not_called_restorable(root: Path) -> None:

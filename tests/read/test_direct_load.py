@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from cnr_store import CorruptStore, Store, TableOptions, TableView
-from cnr_store.encodings import digest, kernels, reference
+from cnr_store.encodings import digest, kernels
 from cnr_store.errors import CorruptObject
 from cnr_store.read.direct_load import is_direct
 from cnr_store.read.plan import TablePlan
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.types import Rectangle
+from tests.support import encoding_reference as reference
 from tests.support.store_oracle import KINDS, same_bits, training_slots, training_values
 
 ROWS, DIM, CHUNK_BYTES = 100, 6, 6 * 16 * 2

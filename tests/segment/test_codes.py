@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store.encodings import reference
 from cnr_store.encodings.digest import PRESENCE_CODED, PRESENCE_ESCAPE
 from cnr_store.format.records import SlotSchema, TableSchema
 from cnr_store.runtime.threads import Workers
-from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, TableCodes, array_specs, fill_value, memory_estimate
+from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, TableCodes, array_specs, fill_value
 from cnr_store.types import Affine, FloatBits, Lattice, Raw
+from tests.support import encoding_reference as reference
 
 LATTICE = Lattice(scale=0.5)
 
@@ -55,12 +55,6 @@ def test_which_arrays_add_and_are_mirrored() -> None:
     assert not any(spec.is_additive for spec in array_specs(schema(keys="hashed")).values())
 
 
-def test_memory_is_two_bytes_per_element_and_four_in_exact_mode() -> None:
-    assert memory_estimate(schema(), 1000) == 1000 * (2 * 2 + 2)
-    assert memory_estimate(schema(FloatBits(mantissa_bits=23)), 1000) == 1000 * (2 * 4 + 2)
-    assert memory_estimate(schema(Affine(bits=4)), 1000) == 0
-
-
 def test_a_shift_halves_the_scale() -> None:
     assert array_specs(schema(shift=3))["codes"].scale == np.float32(0.0625)
 
@@ -72,7 +66,7 @@ def test_status_and_escape_rows_follow_what_happens_to_a_row() -> None:
     held.mark(np.asarray([12, 13]), ESCAPED)
     rows = {"codes": np.full((2, 2), np.nan, np.float32), "slots/m": np.ones((2, 1), np.float32)}
     held.escapes.put(np.asarray([12, 13]), rows)
-    assert held.coded_rows().tolist() == [10, 14]
+    assert held.is_coded(np.arange(10, 15)).tolist() == [True, False, False, False, True]
     held.escapes.put(np.asarray([12]), {name: np.full_like(array[:1], 5) for name, array in rows.items()})
     held.mark(np.asarray([13]), CODED)
     assert held.escapes.rows.tolist() == [12]

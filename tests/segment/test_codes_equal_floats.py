@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_store import Store, TableOptions
-from cnr_store.encodings import lattice, reference, widths
+from cnr_store.encodings import widths
 from cnr_store.errors import BadDtype, BadShape, NonFiniteValues
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import MAX_CODE, TableDtype
+from tests.support import encoding_reference as reference
+from tests.support.encoders import lattice_floats
 from tests.support.faulty import IsolatedMemoryFileSystem
 
 LAWS = settings(max_examples=25, deadline=None)
@@ -119,7 +121,7 @@ def test_codes_are_stored_as_the_floats_they_were_made_from(run: Run) -> None:
 
 def test_unchanged_rows_leave_whether_codes_or_floats_came_before() -> None:
     rows, codes = np.arange(4, dtype=np.int64), np.arange(4 * DIM, dtype=np.int16).reshape(4, DIM)
-    floats = lattice.decode(codes, SCALE)
+    floats = lattice_floats(codes, SCALE)
     with created() as store, store.writer() as writer:
         with writer.begin(0, "baseline") as transaction:
             transaction.write_table("t", np.zeros((ROWS, DIM), np.float32), options=TableOptions(scale=SCALE))

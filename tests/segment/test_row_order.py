@@ -13,7 +13,6 @@ import numpy.typing as npt
 import pytest
 
 from cnr_store import CorruptStore, Store, TableOptions, verify_store
-from cnr_store.encodings import reference
 from cnr_store.encodings.row_order import into_order, out_of_order
 from cnr_store.format import arrays
 from cnr_store.format.manifest import decode_manifest
@@ -28,6 +27,7 @@ from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.row_order import LEAST_CODES, order_of
 from cnr_store.types import Float32s, Lattice, Rectangle
 from format_spec.reader.compare import compare
+from tests.support import encoding_reference as reference
 from tests.support.documents import segment_document
 from tests.support.loader_checks import opened_loader
 from tests.support.store_oracle import same_bits

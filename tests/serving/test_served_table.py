@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store.encodings import float_bits, widths
+from cnr_store.encodings import widths
 from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, NonFiniteValues
 from cnr_store.format.records import TableSchema
 from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, EscapeRows
@@ -16,6 +16,7 @@ from cnr_store.serving.rows.lookup_arguments import checked_ids, checked_out
 from cnr_store.serving.rows.served_table import BaseTable, Overlay, ServedTable, row_kind
 from cnr_store.serving.rows.shards import HashShard, is_in_shard
 from cnr_store.types import Affine, FloatBits, Lattice, Raw, RowRange
+from tests.support.encoders import float_bits_codes
 from tests.support.served_rows import (
     DIM,
     FILL,
@@ -183,7 +184,7 @@ def test_exact_floats_come_back_bit_for_bit() -> None:
     values = np.random.default_rng(0).standard_normal((64, DIM)).astype(np.float32)
     values[3, 1], values[9, 0] = -0.0, np.inf
     held = BaseTable.allocate("t", schema, row_kind(schema, holds="codes"))
-    held.rows[:] = float_bits.encode(values, 23)
+    held.rows[:] = float_bits_codes(values, 23)
     out = np.empty_like(values)
 
     ServedTable(held).read(np.arange(64), out)

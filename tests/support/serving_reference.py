@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.encodings import float_bits
-from cnr_store.encodings.reference import float_codes, float_patterns
 from cnr_store.segment.codes import ArraySpec
 from cnr_store.serving.rows.fused_kernels import fused_row_bytes
 from cnr_store.serving.rows.gather import ABSENT_PLACE, Places
 from cnr_store.serving.update.adding import LARGEST_CODE
 from cnr_store.types import Lattice
+from tests.support.encoding_reference import float_codes, float_patterns
 
 Array = npt.NDArray[Any]
 

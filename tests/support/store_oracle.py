@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from cnr_store import TableOptions
-from cnr_store.encodings import affine, reference
+from cnr_store.encodings import affine
 from cnr_store.types import MAX_CODE
 from tests.support import affine_reference
+from tests.support import encoding_reference as reference
 
 Array = np.ndarray[Any, Any]
 CODED, ABSENT, ESCAPED = 0, 1, 2
@@ -153,7 +154,7 @@ def decoded_values(table: TableModel) -> Array:
 def affine_values(values: Array, param_dtype: str) -> Array:
     if len(values) == 0:
         return values.copy()
-    points, step, fit_steps, relax = affine.grid_settings(4)
+    points, step, fit_steps, relax = affine.GRIDS[4]
     scale, zero_point = affine_reference.grid_params(
         values, 4, points=points, step=step, fit_steps=fit_steps, relax=relax
     )

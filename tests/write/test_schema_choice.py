@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from cnr_store import BadInput, ChunkCache, CompactionPolicy, RetentionPolicy, Store, TableOptions
-from cnr_store.encodings.sampling import SAMPLE_ROWS
+from cnr_store.encodings.sampling import SAMPLE_ROWS, RowSample
 from cnr_store.errors import BadDtype, BadShape
 from cnr_store.runtime.threads import Workers, check_rate
 from cnr_store.types import Affine, FloatBits, Lattice, Raw
 from cnr_store.write.schema_changes import Declaration
-from cnr_store.write.schema_choice import check_options, choose_encoding, sample_of, table_dtype, table_schema
+from cnr_store.write.schema_choice import check_options, choose_encoding, table_dtype, table_schema
 
 SAMPLE = (0.1 * np.random.default_rng(1).standard_normal((500, 8))).astype(np.float32)
 
@@ -195,10 +195,10 @@ def test_hashed_tables_and_writers_without_a_mirror_add_nothing() -> None:
 
 def test_a_sample_is_repeatable_and_bounded() -> None:
     values = np.arange(2 * SAMPLE_ROWS, dtype=np.float32).reshape(-1, 1)
-    sample = sample_of(values, "float32")
+    sample = RowSample(values, "float32").rows()
     assert len(sample) == SAMPLE_ROWS
-    assert np.array_equal(sample, sample_of(values, "float32"))
-    assert np.array_equal(sample_of(values[:5], "float32"), values[:5])
+    assert np.array_equal(sample, RowSample(values, "float32").rows())
+    assert np.array_equal(RowSample(values[:5], "float32").rows(), values[:5])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7])

@@ -116,11 +116,6 @@ class VerifyReport:
         """Whether no problem was found."""
         return not self.problems
 
-    @property
-    def newest_restorable(self) -> int | None:
-        """The newest version that was found intact; None if there is none."""
-        return self.restorable[0] if self.restorable else None
-
 
 @dataclass(slots=True)
 class Findings:

@@ -1,7 +1,6 @@
 """The numpy reference of each kernel: slow, plain, and what the kernels are compared with bit for bit.
 
-Written from the definitions in `lattice`, `float_bits` and `digest`, not from the kernels. Used by tests and
-as documentation of the format; nothing in the library calls it.
+Written from the definitions in `lattice`, `float_bits` and `digest`, not from the kernels.
 """
 
 from __future__ import annotations
