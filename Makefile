@@ -11,14 +11,16 @@ DEMO_ARGS ?=
 SUITES ?=
 QUICK ?=
 MUTANTS ?=
+PYTHONS ?= 3.12 3.13
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve-demo test check azurite redis bench docs soak mutants clean
+.PHONY: help setup demo serve-demo test test-pythons check azurite redis bench docs soak mutants clean
 
 help:
 	@echo "make demo   train, kill, restore and finish a small model; leaves a store to look at"
 	@echo "make serve-demo  train, compact, serve and learn on one store while processes are killed"
 	@echo "make test   lint, types, doctests and all tests"
+	@echo "make test-pythons  the same on each other Python that this machine has (PYTHONS=\"3.12 3.13\")"
 	@echo "make check  lint and types only"
 	@echo "make bench  run all benchmarks and write build/bench/report.md (SUITES=\"size cost\", QUICK=1)"
 	@echo "make docs   build the documentation as a site: build/site/index.html"
@@ -66,6 +68,14 @@ test: check azurite redis
 	$(BIN)/python -m pytest -q --doctest-modules --doctest-ignore-import-errors --ignore cnr_store/integrations/torchrec cnr_store
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests
 
+# An environment for each. CI=: here torch may be another build than the pinned one; the set-up warns.
+test-pythons:
+	@for version in $(PYTHONS); do \
+	  if python$$version -c '' 2> /dev/null; then \
+	    $(MAKE) CI= VENV=.venv-$$version PYTHON=python$$version test || exit 1; \
+	  else echo "python$$version is not on this machine: not tested"; fi; \
+	done
+
 bench: $(VENV)/.stamp
 	$(BIN)/python tests/benchmarks/suites.py $(if $(QUICK),--quick) $(SUITES)
 
@@ -80,5 +90,5 @@ mutants: $(VENV)/.stamp redis
 	$(BIN)/python -m tests.mutants.run $(MUTANTS)
 
 clean:
-	rm -rf $(VENV) .cache build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
+	rm -rf $(VENV) .venv-* .cache build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
