@@ -21,7 +21,8 @@ from cnr_store.changes import ChangeCursor, ChangeStream, catch_up, changes
 from cnr_store.errors import CursorExpired, DoesNotApply, MissingObject
 from cnr_store.format.commit_record import is_live
 from cnr_store.segment.reader import open_chain
-from tests.maintenance.test_maintained_store_machine import Line, MaintainedStoreMachine
+from tests.maintenance.maintained_lines import Line
+from tests.maintenance.test_maintained_store_machine import MaintainedStoreMachine
 from tests.store.test_store_machine import run
 from tests.support.change_copy import ChangeCopy, content_of
 

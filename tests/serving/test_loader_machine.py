@@ -19,7 +19,8 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from cnr_store import NotFound
 from cnr_store.errors import BranchNotFound, ChannelNotFound, VersionExpired
 from cnr_store.serving import Loader, LoaderOptions
-from tests.maintenance.test_maintained_store_machine import Line, MaintainedStoreMachine
+from tests.maintenance.maintained_lines import Line
+from tests.maintenance.test_maintained_store_machine import MaintainedStoreMachine
 from tests.store.test_store_machine import Flaky, State, run
 from tests.support.faulty import Fault, FaultKind, SimulatedCrash
 from tests.support.store_oracle import KINDS, same_bits

@@ -20,7 +20,8 @@ from cnr_store import Store
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.storage import storage_from_filesystem
-from tests.maintenance.test_maintained_store_machine import Line, MaintainedStoreMachine
+from tests.maintenance.maintained_lines import Line
+from tests.maintenance.test_maintained_store_machine import MaintainedStoreMachine
 from tests.store.test_store_machine import run
 from tests.support.consumers import HOLDINGS, Consumer, TrackedMemory
 from tests.support.faulty import IsolatedMemoryFileSystem
