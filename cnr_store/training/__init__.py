@@ -22,7 +22,7 @@ from cnr_store.training.granted_reader import GrantedReader
 from cnr_store.training.loading import LoadedState, RestoredState, load
 from cnr_store.training.options import PrecisionPolicy, SavePolicy, StoreOptions, TrackingOptions
 from cnr_store.training.precision.calibrating import Calibration, Trial, calibrate
-from cnr_store.training.precision.rate_status import RateStatus, ScaleChange, TableRate
+from cnr_store.training.precision.rate_control import RateStatus, ScaleChange, TableRate
 from cnr_store.training.ranks import ProcessRanks
 from cnr_store.training.reader import IntervalReader, reader_states_for
 from cnr_store.training.redistribution import share_evenly

@@ -1,7 +1,7 @@
-"""One save in the background: one thread encodes, writes and commits it. It never has two saves.
+"""One save in the background: one thread encodes, writes and commits it. There are never two saves.
 
-The thread touches copies and the store, nothing of the model: what becomes of the dirty rows is decided by the
-training thread when it takes the outcome.
+The thread uses copies and the store, nothing of the model. When the training thread collects the outcome, it decides
+what happens to the dirty rows.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Literal
 
 import torch
 
-from cnr_store.errors import CommitStateUnknown
+from cnr_store.errors import BackgroundSaveFailed, CommitStateUnknown, Fenced, RankLost
 from cnr_store.segment.shards import Shard
-from cnr_store.training.precision.rate_status import ScaleChange
+from cnr_store.training.precision.rate_control import ScaleChange
 from cnr_store.training.tensors import TensorRows, as_array, flat_rows
 from cnr_store.types import RowIds
 from cnr_store.write.row_update import RowUpdate
@@ -318,3 +318,29 @@ class BackgroundSave:
     def close(self) -> None:
         """Wait for the thread and end it."""
         self._pool.shutdown(wait=True)
+
+
+def failure_message(error: BaseException) -> str:
+    """Return what a failed save means for the training. Pure."""
+    if isinstance(error, CommitStateUnknown):
+        return f"whether a checkpoint was committed is not known yet ({error}); it is looked up before the next save"
+    if isinstance(error, RankLost):
+        return f"this rank has lost the others, and does not know whether the last checkpoint was committed ({error})"
+    if isinstance(error, Fenced):
+        return f"a checkpoint was not saved, nor will a later one of this training be: {error}"
+    return f"a checkpoint was not saved ({error}); its rows are saved with the next one"
+
+
+def raise_failure(error: BaseException | None) -> None:
+    """Raise the error of a failed save; return if there is no error.
+
+    Raises
+    ------
+    BackgroundSaveFailed
+        With its cause. An error that is not an `Exception` (Ctrl-C) is raised unchanged.
+    """
+    if error is None:
+        return
+    if not isinstance(error, Exception):
+        raise error
+    raise BackgroundSaveFailed(failure_message(error)) from error

@@ -1,22 +1,95 @@
-"""What a save must know of the saves before it: tables to be written whole, the chain's sizes, scales.
+"""What a save must know of the saves before it: tables to write whole, the chain's sizes, table sizes, scales.
 
-The training thread alone changes it: when a save is decided on, when its outcome is known, and behind a restore.
+Only the training thread changes it: when a save is planned, when its outcome is known, and after a restore.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+import numpy as np
+
+from cnr_store.format.records import CommitRecord, TableSchema
 from cnr_store.training.background import SaveJob
-from cnr_store.training.lineage import Lineage
 from cnr_store.training.live_training import LiveTraining
+from cnr_store.training.matching import RestorePlan
 from cnr_store.training.options import PrecisionPolicy
 from cnr_store.training.precision.calibrating import QualityTarget
-from cnr_store.training.precision.rate_control import RateControl
-from cnr_store.training.precision.rate_status import ScaleChange
-from cnr_store.training.resizing import Growing
-from cnr_store_gpu import Cumulative
+from cnr_store.training.precision.rate_control import RateControl, ScaleChange
+from cnr_store.training.shards import Holdings, RankShard
+from cnr_store.types import RowIds
+from cnr_store.write.policy import CheckpointSize, Policy
+from cnr_store.write.transaction import Transaction
+from cnr_store_gpu import Cumulative, RowTracker, Taken
+from cnr_store_gpu.words import mark_words, words_of_rows
+
+
+@dataclass(slots=True)
+class Growing:
+    """What a training has to tell of its tables' sizes; ``rows``: table to the rows that it has now."""
+
+    rows: dict[str, int] = field(default_factory=dict)
+
+    def restored(self, plan: RestorePlan, holdings: Holdings, policy: Policy, tracker: RowTracker) -> set[str]:
+        """Take notice of a restore and mark the new rows; returns tables that the next save must write whole."""
+        resized = plan.resized
+        self.rows = {table: holdings.tables[table][0] for table in resized}
+        for name, holding in holdings.by_name.items():
+            if holding.table in resized:
+                num_rows = holding.shard.rows[1] - holding.shard.rows[0]
+                new = np.arange(resized[holding.table], num_rows, dtype=np.int64)
+                tracker.give_back(taken_rows(name, num_rows, new))
+        return set() if policy == "consecutive" else set(self.rows)
+
+    def applied_to(self, schemas: Mapping[str, TableSchema]) -> dict[str, TableSchema]:
+        """Return stored schemas as the next save will leave them. Pure."""
+        return {
+            name: msgspec.structs.replace(schema, num_rows=self.rows.get(name, schema.num_rows))
+            for name, schema in schemas.items()
+        }
+
+    def stage(self, transaction: Transaction, whole: set[str]) -> set[str]:
+        """Resize in a delta what is not written ``whole``; returns what a baseline must be given whole."""
+        if transaction.kind == "baseline":
+            return set(self.rows)
+        for table in self.rows.keys() - whole:
+            transaction.resize_table(table, self.rows[table])
+        return set()
+
+    def won(self) -> None:
+        """A save that said it is committed."""
+        self.rows.clear()
+
+
+@dataclass(slots=True)
+class Lineage:
+    """Sizes since the baseline, and rows changed since then, by shard."""
+
+    changed: Cumulative
+    sizes: list[CheckpointSize] = field(default_factory=list)
+
+    def add(self, job: SaveJob) -> None:
+        """Add a committed save."""
+        size = CheckpointSize(job.transaction.kind, job.transaction.size_bytes)
+        if size.kind == "baseline":
+            self.sizes = [size]
+            self.changed.clear()
+        else:
+            self.sizes.append(size)
+            self.changed.add(job.taken)
+
+    def restored(
+        self, sizes: list[CheckpointSize], changed: Mapping[str, RowIds], holdings: Mapping[str, RankShard]
+    ) -> None:
+        """Reset after a restore; ``changed`` are row ids of whole tables, ``holdings`` this rank's shards."""
+        self.sizes = sizes
+        self.changed.clear()
+        for name, holding in holdings.items():
+            first, stop = holding.shard.rows
+            rows = changed.get(holding.table, np.empty(0, np.int64))
+            self.changed.add_rows(name, rows[(rows >= first) & (rows < stop)] - first)
 
 
 @dataclass(slots=True, eq=False)
@@ -65,3 +138,42 @@ def new_chain_state(training: LiveTraining, precision: PrecisionPolicy) -> Chain
     quality = QualityTarget.of(precision, options, training.declared, holdings.shards, training.ranks)
     lengths = {shard.name: shard.rows[1] - shard.rows[0] for shard in holdings.shards}
     return ChainState(rate, quality, Lineage(Cumulative(lengths)))
+
+
+def sizes_of_chain(record: CommitRecord) -> list[CheckpointSize]:
+    """Return the sizes of a record's own chain. Pure."""
+    return [CheckpointSize(e.kind, e.bytes) for e in record.chain]
+
+
+def sizes_since_baseline(policy: Policy, records: Iterable[CommitRecord]) -> list[CheckpointSize]:
+    """Return the sizes since the baseline of the newest record, oldest first.
+
+    Parameters
+    ----------
+    records
+        Newest first. `intermittent` reads more than one, because a chain has only the last of its deltas.
+    """
+    walk = iter(records)
+    newest = next(walk)
+    sizes = sizes_of_chain(newest)
+    if policy != "intermittent" or len(sizes) < 2:
+        return sizes
+    baseline, last = newest.chain[0], newest.chain[-1]
+    deltas = {last.seg: last.bytes}
+    for record in walk:
+        if not record.chain or record.chain[0].seg != baseline.seg:
+            if record.kind in ("baseline", "compact", "delta"):
+                break
+            continue
+        if record.kind == "baseline":
+            break
+        if record.kind == "delta" and len(record.chain) > 1:
+            deltas.setdefault(record.chain[-1].seg, record.chain[-1].bytes)
+    return [sizes[0], *(CheckpointSize("delta", size) for size in reversed(deltas.values()))]
+
+
+def taken_rows(name: str, num_rows: int, rows: RowIds) -> Taken:
+    """Return sorted rows of a shard as taken ones, to be given back."""
+    words = np.zeros(words_of_rows(num_rows), np.uint32)
+    mark_words(words, rows, 0, num_rows)
+    return Taken(name, num_rows, rows, words)

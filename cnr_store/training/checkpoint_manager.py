@@ -20,24 +20,20 @@ from cnr_store.format.notes import checked_notes
 from cnr_store.runtime.arguments import checked_count
 from cnr_store.runtime.ranks import together
 from cnr_store.store import Store
-from cnr_store.training.arguments import open_or_create
-from cnr_store.training.background import SaveReport
+from cnr_store.training.background import SaveReport, raise_failure
 from cnr_store.training.chain_state import new_chain_state
-from cnr_store.training.failures import FailureReports, raise_failure
 from cnr_store.training.live_training import watch_training
 from cnr_store.training.loading import RestoredState
 from cnr_store.training.matching import Resize
 from cnr_store.training.options import PrecisionPolicy, SavePolicy, StoreOptions, TrackingOptions
-from cnr_store.training.position import TrainingPosition
-from cnr_store.training.precision.rate_status import RateStatus
+from cnr_store.training.precision.rate_control import RateStatus
 from cnr_store.training.ranks import ranks_of_this_training
 from cnr_store.training.reader import Redistribute, Stateful, check_stateful
 from cnr_store.training.restorer import Restorer, RestoreRequest
 from cnr_store.training.save_staging import SaveStager
-from cnr_store.training.saver import Saver
-from cnr_store.training.schedule import SaveBoundary, SaveSchedule
-from cnr_store.training.stop_signal import EXIT_CODE, StopSignal
-from cnr_store.training.training_writer import TrainingWriter
+from cnr_store.training.saver import FailureReports, Saver
+from cnr_store.training.schedule import EXIT_CODE, SaveBoundary, SaveSchedule, StopSignal, TrainingPosition
+from cnr_store.training.training_writer import TrainingWriter, open_or_create
 from cnr_store.types import JsonValue, SlotsRule
 from cnr_store.write.table_options import TableOptions
 from cnr_store_gpu import RowTracker, warmup

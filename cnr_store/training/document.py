@@ -1,21 +1,26 @@
-"""The documents of a trainer: how they are stored, and read back checked in full before anything is done with them.
+"""The documents of a trainer: how they are made, and read back checked in full before anything is done with them.
 
-They come from the store, so they may hold anything; what follows may rely on their form. A delta stores only documents
-that changed, so what changes with a step (``progress/0``) stands apart from what does not (``trainer/0``), and each
-generator by itself (``rng/<rank>/<generator>``).
+A document that is read may hold anything; after the check its form is known. A delta stores only documents that
+changed, so what changes with a step (``progress/0``) is separate from what does not (``trainer/0``), and each generator
+has a document (``rng/<rank>/<generator>``).
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 import msgspec
+import torch
 
 from cnr_store.errors import CorruptStore, NewerFormat
 from cnr_store.format.document_tree import encode
 from cnr_store.format.documents import canonical_json
+from cnr_store.training.reader import Stateful
+from cnr_store.training.rng import capture_rng
+from cnr_store.training.state import OtherState, StatePlan, add_stepped, optimizer_documents
 from cnr_store.training.tensors import leaf_of
 
 TRAINER = "trainer/0"
@@ -181,3 +186,41 @@ def _optimizers_of(trainer: StoredTrainer, progress: StoredProgress) -> list[Opt
         groups = [GroupDocument(group, own) for group, own in zip(one.groups, options, strict=True)]
         found.append(OptimizerDocument(one.kind, groups, state))
     return found
+
+
+def trainer_documents(
+    plan: StatePlan,
+    optimizers: Sequence[torch.optim.Optimizer],
+    other: OtherState,
+    tables: Mapping[str, Mapping[str, Any]],
+    extras: Mapping[str, Stateful],
+    rate: RateDocument,
+) -> dict[str, dict[str, Any]]:
+    """Return, by name, the documents of all that is no tensor of its own: hyperparameters, step counters, extras; live.
+
+    ``tables``: ``slots``, ``fused`` and ``stepped`` of the tables on all ranks.
+    """
+    found = optimizer_documents(plan, optimizers, other)
+    add_stepped(found, tables["stepped"])
+    groups = [[group["parameters"] for group in one["groups"]] for one in found]
+    return {
+        TRAINER: {
+            "format": FORMAT,
+            "optimizers": [{"class": one["class"], "groups": own} for one, own in zip(found, groups, strict=True)],
+            "slots": tables["slots"],
+        },
+        PROGRESS: {
+            "options": [[group["options"] for group in one["groups"]] for one in found],
+            "state": [
+                equal_states(one["state"], [*chain.from_iterable(own)]) for one, own in zip(found, groups, strict=True)
+            ],
+            "fused": tables["fused"],
+            "extras": {name: extra.state_dict() for name, extra in extras.items()},
+            "rate": msgspec.to_builtins(rate),
+        },
+    }
+
+
+def rng_documents(rank: int) -> dict[str, Any]:
+    """Return, by name, the documents of the generators of a rank's process."""
+    return {rng_name(rank, generator): state for generator, state in capture_rng().items()}

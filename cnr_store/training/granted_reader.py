@@ -16,8 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from cnr_store.errors import BadInput
 from cnr_store.runtime.arguments import checked_count
-from cnr_store.training.reader import check_stateful
-from cnr_store.training.resuming import resume
+from cnr_store.training.reader import check_stateful, resume
 
 T = TypeVar("T")
 

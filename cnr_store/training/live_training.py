@@ -1,27 +1,50 @@
-"""The live objects of a training: model, optimizers, reader, this rank's shards, and the hooks that track changes."""
+"""The live objects of a training: model, optimizers, reader, this rank's shards, and the hooks that track changes.
+
+Large dense layers can be tables too: `large_layers` selects them. Kernels are compiled here, before the first save.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from cnr_store.errors import BadInput
 from cnr_store.runtime.ranks import Ranks, together
-from cnr_store.training.arguments import check_table_options, options_by_table
-from cnr_store.training.dense_layers import EveryRow, large_layers, watched_layer
-from cnr_store.training.devices import compile_kernels
-from cnr_store.training.options import PrecisionPolicy, StoreOptions, TrackingOptions
+from cnr_store.training.options import (
+    PrecisionPolicy,
+    StoreOptions,
+    TrackingOptions,
+    check_table_options,
+    options_by_table,
+)
 from cnr_store.training.reader import IntervalReader, Stateful
-from cnr_store.training.shard_ownership import Holdings, check_alike, find_local_shards, hold
-from cnr_store.training.shards import Handle, LocalShard, follow_lookups, plain_optimizers, unwrapped, watched_shard
-from cnr_store.training.state import StatePlan, live_slots, mirror_estimate, plan_state
+from cnr_store.training.shards import (
+    Handle,
+    Holdings,
+    LocalShard,
+    find_shards,
+    follow_lookups,
+    hold,
+    plain_optimizers,
+    unwrapped,
+    watched_shard,
+)
+from cnr_store.training.state import (
+    StatePlan,
+    find_local_shards,
+    live_slots,
+    mirror_estimate,
+    plan_state,
+    table_parameters,
+)
 from cnr_store.training.tensors import table_dtype_name
 from cnr_store.write.mirrors import MirrorMode, check_mirror_folder
 from cnr_store.write.table_options import TableOptions
-from cnr_store_gpu import RowTracker
+from cnr_store_gpu import RowTracker, WatchedShard, kernels
 
 logger = logging.getLogger(__name__)
 
@@ -161,3 +184,117 @@ def _log_memory(holdings: Holdings, options: Mapping[str, TableOptions], mirror:
     total = sum(mirror_estimate(one.weight, live_slots(one), options[one.table]) for one in owned)
     where = {"memory": "in memory", "mmap": "on disk", "none": "not kept"}[mirror]
     logger.info("%d shards of tables, code mirrors of about %.1f MiB (%s)", len(owned), total / 2**20, where)
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """What the kernels of one device are compiled for: columns and dtypes of rows, tables that are taken at once."""
+
+    dims: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    num_tables: int
+
+
+def launches_of(shards: Iterable[LocalShard]) -> dict[torch.device, Launches]:
+    """Return what saves of these shards launch on each device; slots are float32, per row or per element. Pure."""
+    by_device: dict[torch.device, list[LocalShard]] = {}
+    for shard in shards:
+        by_device.setdefault(shard.weight.device, []).append(shard)
+    return {
+        device: Launches(
+            tuple(sorted({1, *(shard.weight.shape[1] for shard in own)})),
+            tuple(sorted({torch.float32, *(shard.weight.dtype for shard in own)}, key=str)),
+            len(own),
+        )
+        for device, own in by_device.items()
+    }
+
+
+def compile_kernels(shards: Iterable[LocalShard]) -> None:
+    """Compile what the first save would compile in its stall (0.1 to 3 s a kernel, once per machine).
+
+    Blocks. Nothing is done for tables in host memory, or without triton.
+    """
+    for device, launches in launches_of(shards).items():
+        if device.type == "cuda":
+            kernels.warmup(
+                device, dims=launches.dims, dtypes=launches.dtypes, num_tables=(launches.num_tables,)
+            )  # fmt: skip
+
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def large_layers(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], tables: Iterable[str], above_bytes: int
+) -> tuple[str, ...]:
+    """Return the names of two-dimensional parameters of at least ``above_bytes`` that are no tables. Changes nothing.
+
+    Parameters
+    ----------
+    tables
+        Parameters that the caller names as tables.
+
+    Raises
+    ------
+    TableNotFound, Unsupported
+    """
+    known = {id(table) for table in table_parameters(model, tables).values()}
+    sharded = {shard.table for shard in find_shards(model, optimizers)}
+    return tuple(
+        name
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in known
+        and name not in sharded
+        and parameter.dim() == 2
+        and parameter.dtype in _DTYPES
+        and type(parameter.data) is torch.Tensor
+        and parameter.nbytes >= above_bytes
+    )
+
+
+class EveryRow:
+    """A source of changes for a table of which every row changes in each step."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+
+    def take(self) -> torch.Tensor:
+        """Return all rows."""
+        return torch.arange(self._num_rows)
+
+
+def watched_layer(shard: LocalShard) -> WatchedShard:
+    """Return a dense layer for a tracker: no hook follows its steps, `EveryRow` reports the changed rows."""
+    return WatchedShard(shard.name, shard.rows[1] - shard.rows[0])
+
+
+def check_alike(plan: Callable[[], StatePlan], optimizers: Sequence[torch.optim.Optimizer], ranks: Ranks) -> None:
+    """Return if all ranks have the dense tensors and optimizers of rank 0, which saves them. Blocks; all ranks call it.
+
+    Raises
+    ------
+    BadInput
+        Names the first difference; or what ``plan`` raised on a rank.
+    """
+    answers = together(
+        ranks,
+        lambda: {
+            "dense tensors": {name: list(tensor.shape) for name, tensor in plan().dense.items()},
+            "optimizers": {
+                str(number): [type(optimizer).__name__, len(optimizer.param_groups)]
+                for number, optimizer in enumerate(optimizers)
+            },
+        },
+    )
+    for rank, answer in enumerate(answers):
+        for what, given in answer.items():
+            expected = answers[0][what]
+            differ = sorted(name for name in given.keys() | expected.keys() if given.get(name) != expected.get(name))
+            if differ:
+                raise BadInput(
+                    f"rank {rank} has other {what} than rank 0, which saves them for all: {differ[0]!r} is "
+                    f"{given.get(differ[0], 'not there')}, on rank 0 {expected.get(differ[0], 'not there')}; only "
+                    "tables may be on some ranks alone",
+                    expected=expected.get(differ[0]), found=given.get(differ[0]),
+                )  # fmt: skip

@@ -18,18 +18,17 @@ from cnr_store.store import Store
 from cnr_store.training.document import PROGRESS, TRAINER, TrainerDocument, rng_name, trainer_of
 from cnr_store.training.matching import Resize, RestorePlan, plan_restore, without_optimizers
 from cnr_store.training.ranks import ranks_of_this_training
-from cnr_store.training.resizing import fill_new_rows
 from cnr_store.training.restoring import (
     apply_dense,
     check_columns,
+    fill_new_rows,
     finish_tables,
     read_dense,
     read_tables,
     restore_targets,
 )
-from cnr_store.training.shard_ownership import Holdings, find_local_shards, hold
-from cnr_store.training.shards import LocalShard, find_shards, plain_optimizers, unwrapped
-from cnr_store.training.state import StatePlan, plan_state
+from cnr_store.training.shards import Holdings, LocalShard, find_shards, hold, plain_optimizers, unwrapped
+from cnr_store.training.state import StatePlan, find_local_shards, plan_state
 from cnr_store.training.tensors import tensor_of
 from cnr_store.types import SlotsRule
 

@@ -17,8 +17,7 @@ from cnr_store.errors import BadDtype, BadInput, BadShape, CorruptStore
 from cnr_store.format.records import DenseEntry, SlotSchema, TableSchema
 from cnr_store.segment.shards import Shard
 from cnr_store.training.document import TRAINER, OptimizerDocument, SlotDocument, TrainerDocument
-from cnr_store.training.shard_ownership import Holdings, RankShard
-from cnr_store.training.shards import LocalShard
+from cnr_store.training.shards import Holdings, LocalShard, RankShard
 from cnr_store.training.state import Optimized, StatePlan, live_slots, optimizer_tensor_name, other_state
 from cnr_store.training.tensors import table_dtype_name
 from cnr_store.types import Rectangle

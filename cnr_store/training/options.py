@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -11,8 +11,11 @@ from cnr_store.runtime.arguments import checked_choice, checked_count, checked_n
 from cnr_store.runtime.ranks import Ranks
 from cnr_store.runtime.threads import check_rate
 from cnr_store.training.background import SaveReport
+from cnr_store.training.precision.rate_control import Schedule
+from cnr_store.types import TableDtype
 from cnr_store.write.mirrors import MirrorMode
 from cnr_store.write.policy import Policy
+from cnr_store.write.schema_choice import check_options
 from cnr_store.write.table_options import TableOptions
 from cnr_store_gpu import Movement
 from cnr_store_gpu.tracker import InFlight
@@ -25,9 +28,6 @@ OnError = Literal["raise", "warn"]
 
 FirstBaseline = Literal["stall", "live"]
 """How a table that must be read whole is read: the training stalls until it is written, or goes on meanwhile."""
-
-Schedule = Literal["constant", "loss"]
-"""Whether scales stay as they were chosen, or become finer as the loss falls (`CheckpointManager.report_loss`)."""
 
 Moves = Literal["touched", "ever_touched", "all"]
 """Which rows a step of an optimizer changes: those looked up, those ever looked up, or all."""
@@ -200,3 +200,37 @@ class StoreOptions:
         check_rate(self.bytes_per_s)
         if self.threads is not None:
             checked_count("threads", self.threads, least=1)
+
+
+def options_by_table(
+    options: TableOptions | Mapping[str, TableOptions] | None, tables: Collection[str]
+) -> dict[str, TableOptions]:
+    """Return the options of every table.
+
+    Raises
+    ------
+    BadInput
+        No `TableOptions`, or those of a table that the model does not have.
+    """
+    given = TableOptions() if options is None else options
+    for one in given.values() if isinstance(given, Mapping) else (given,):
+        if not isinstance(one, TableOptions):
+            raise BadInput(f"options= takes TableOptions, for all tables or by table; found {one!r}", found=one)
+    if isinstance(given, TableOptions):
+        return dict.fromkeys(tables, given)
+    unknown = sorted(given.keys() - set(tables))
+    if unknown:
+        raise BadInput(f"options= names tables {unknown}; the model has {sorted(tables)}", table=unknown[0])
+    return {table: given.get(table, TableOptions()) for table in tables}
+
+
+def check_table_options(options: Mapping[str, TableOptions], dtypes: Mapping[str, TableDtype]) -> None:
+    """Return if tables can be stored as their options say; ``dtypes`` are those of this rank's tables.
+
+    Raises
+    ------
+    BadInput
+    """
+    for table, one in sorted(options.items()):
+        if table in dtypes:
+            check_options(table, one, dtypes[table])

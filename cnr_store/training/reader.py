@@ -2,6 +2,9 @@
 
 A loader's state is that of the last fetched batch. If batches are fetched ahead of training, it must not be saved
 directly: a resume would skip them. An `IntervalReader` reports when its state is that of the last trained batch.
+
+A loader of torch draws random numbers when it makes an iterator. The generators that a checkpoint has are those after
+these draws, so `resume` takes back what the next iterator draws.
 """
 
 from __future__ import annotations
@@ -10,11 +13,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from cnr_store.errors import BadInput, CorruptStore
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.ranks import Ranks
+from cnr_store.training.rng import capture_rng, restore_rng
 from cnr_store.training.tensors import tensor_of
 
 Redistribute = Callable[[list[Any]], Sequence[Any]]
@@ -159,3 +164,37 @@ def reader_states_for(states: Sequence[Any], world: int, redistribute: Redistrib
             expected=world, found=len(made),
         )  # fmt: skip
     return made
+
+
+def resume(reader: Stateful, state: Any) -> None:
+    """Give a reader its state back. If it is a loader of torch, its next iterator leaves the generators as they are.
+
+    That is the one that goes on behind ``state``; those of later epochs draw as ever.
+    """
+    reader.load_state_dict(state)
+    loader: Any = reader
+    # What torch's DataLoader calls to make an iterator; nothing public lies between iter(loader) and the draws.
+    make = getattr(type(loader), "_get_iterator", None)
+    if make is None:
+        return
+
+    def without_draws() -> Any:
+        before, own = capture_rng(), loader.generator
+        is_shared = own is not None and own is getattr(loader.sampler, "generator", None)
+        own_before = None if own is None or is_shared else own.get_state()
+        try:
+            iterator = make(loader)
+            if getattr(iterator, "_finished", False):
+                next(iterator, None)  # at the end of an epoch; else StatefulDistributedSampler ends the next one, too
+        finally:
+            restore_rng(before)
+        del loader._get_iterator
+        if own_before is not None:
+            own.set_state(own_before)
+        elif is_shared and loader.num_workers == 0:
+            # StatefulDataLoader has set it back to where the sampler drew its order, and drew that alone. Without
+            # workers the loader's seed was drawn behind it; with workers before.
+            torch.empty((), dtype=torch.int64).random_(generator=own)
+        return iterator
+
+    loader._get_iterator = without_draws

@@ -13,11 +13,9 @@ from cnr_store.errors import BadInput, CorruptStore, RankLost
 from cnr_store.runtime.arguments import checked_choice
 from cnr_store.runtime.ranks import rank_zero, together
 from cnr_store.store import Store
-from cnr_store.training.chain_state import ChainState
-from cnr_store.training.continuing import TakeOver
+from cnr_store.training.chain_state import ChainState, sizes_since_baseline
 from cnr_store.training.document import RateDocument
 from cnr_store.training.fallback import go_back
-from cnr_store.training.history import sizes_since_baseline
 from cnr_store.training.live_training import LiveTraining
 from cnr_store.training.loading import (
     Planned,
@@ -30,13 +28,21 @@ from cnr_store.training.loading import (
 )
 from cnr_store.training.matching import Resize
 from cnr_store.training.options import SavePolicy
-from cnr_store.training.position import TrainingPosition
-from cnr_store.training.reader import Redistribute, stored_reader_state
-from cnr_store.training.resizing import check_resizable, fill_new_rows
-from cnr_store.training.restoring import Loaded, Targets, apply_dense, finish_tables, read_dense, restore_targets
-from cnr_store.training.resuming import resume
+from cnr_store.training.reader import Redistribute, resume, stored_reader_state
+from cnr_store.training.restoring import (
+    Loaded,
+    Targets,
+    apply_dense,
+    check_resizable,
+    fill_new_rows,
+    finish_tables,
+    read_dense,
+    restore_targets,
+)
 from cnr_store.training.rng import restore_rng
 from cnr_store.training.saver import Saver
+from cnr_store.training.schedule import TrainingPosition
+from cnr_store.training.training_writer import TakeOver
 from cnr_store.types import RowIds, SlotsRule
 from cnr_store.write.policy import CheckpointSize
 from cnr_store.write.writer import Writer

@@ -17,7 +17,8 @@ from cnr_store.errors import Unsupported
 from cnr_store.format.records import DenseEntry, SlotSchema
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.shards import Shard
-from cnr_store.training.matching import RestorePlan, ShardRestore, has_parameter
+from cnr_store.training.matching import Resize, RestorePlan, ShardRestore, has_parameter
+from cnr_store.training.shards import Holdings
 from cnr_store.training.state import Optimized, StatePlan
 from cnr_store.training.tensors import Array, as_array, as_tensor, windows, writable_array
 from cnr_store.types import Rectangle, SlotsRule
@@ -235,3 +236,28 @@ def _put_tensor(
     # parameter, be it one number (torch.optim.Optimizer.load_state_dict).
     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
     state[key] = value.clone() if on_host else value.to(parameter.device, copy=True)
+
+
+def check_resizable(plan: RestorePlan, holdings: Holdings) -> None:
+    """Return if a training that has more rows than the checkpoint can save them.
+
+    Raises
+    ------
+    Unsupported
+        Several ranks, or shards: nobody holds the whole table.
+    """
+    if plan.resized and holdings.placement is not None:
+        table = min(plan.resized)
+        raise Unsupported(
+            f"table {table!r} has more rows than the stored one, and resize= is for trainings of one process that "
+            "holds its tables whole; resize it in such a one, save, and go on from that checkpoint",
+            table=table, expected=plan.resized[table], found=holdings.tables[table][0],
+        )  # fmt: skip
+
+
+@torch.no_grad()
+def fill_new_rows(plan: RestorePlan, resize: Resize | None) -> None:
+    """Set rows beyond the stored tables to the tables' fill, if the caller wants it; no I/O."""
+    if resize == "fill":
+        for one in plan.shards:
+            one.shard.weight.detach()[one.num_stored :].fill_(one.schema.fill)

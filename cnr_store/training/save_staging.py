@@ -1,28 +1,43 @@
-"""Copies what a save writes, at one instant: the only part of a save that holds the training up."""
+"""Copies what a save writes, at one instant: the only part of a save that makes the training wait.
+
+Rows of lattice tables can become codes before they leave their device. A table that every rank has a copy of changes by
+the batches of all ranks, so the ranks exchange its marks, once per save: its owner writes the union.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
+
 from cnr_store.errors import BackgroundSaveFailed
+from cnr_store.format.records import TableSchema
 from cnr_store.runtime.ranks import together
-from cnr_store.training.background import WEIGHT, LiveRead, SaveJob, TouchedRows, WholeShard
-from cnr_store.training.capture import put_dense_state, rng_documents, rows_to_write, trainer_documents
+from cnr_store.segment.codes import array_specs
+from cnr_store.training.background import WEIGHT, LiveRead, SaveJob, TouchedRows, WholeShard, failure_message
 from cnr_store.training.chain_state import ChainState
-from cnr_store.training.devices import rows_as_codes, wait_for_streams
-from cnr_store.training.failures import failure_message
+from cnr_store.training.document import (
+    rng_documents,
+    trainer_documents,
+)
 from cnr_store.training.live_training import LiveTraining
-from cnr_store.training.position import TrainingPosition
 from cnr_store.training.reader import reader_name
-from cnr_store.training.replicated_rows import taken_words, union_of, words_of
 from cnr_store.training.save_plan import SavePlan
-from cnr_store.training.state import needs_new_schema
-from cnr_store.training.tensors import leaf_of
+from cnr_store.training.schedule import TrainingPosition
+from cnr_store.training.shards import LocalShard
+from cnr_store.training.state import OtherState, StatePlan, needs_new_schema
+from cnr_store.training.tensors import as_array, dense_dtype_name, host_copy, leaf_of
+from cnr_store.types import Lattice, RowIds
+from cnr_store.write.policy import Decision
+from cnr_store.write.table_options import TableOptions
 from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
-from cnr_store_gpu import RowRequest, StagingBuffers, Taken
+from cnr_store_gpu import Cumulative, LatticeCodes, RowRequest, StagingBuffers, Taken
+from cnr_store_gpu.words import Words, rows_of
 
 
 @dataclass(slots=True, eq=False)
@@ -172,3 +187,79 @@ class SaveStager:
             for name, own in self.training.holdings.owned.items()
             if own.table in tables
         }
+
+
+def words_of(taken: Mapping[str, Taken], tables: Iterable[str]) -> dict[str, str]:
+    """Return the marks of this rank's copies of ``tables`` as text, one bit per row; empty ones are left out."""
+    found = {table: taken[table].words for table in tables if table in taken and len(taken[table])}
+    return {table: base64.b85encode(words.tobytes()).decode() for table, words in found.items()}
+
+
+def union_of(answers: Iterable[Mapping[str, str]]) -> dict[str, Words]:
+    """Return the union over all ranks of what `words_of` gave, for tables with a mark."""
+    union: dict[str, Words] = {}
+    for answer in answers:
+        for table, text in answer.items():
+            words = np.frombuffer(base64.b85decode(text), np.uint32)
+            union[table] = words | union[table] if table in union else words
+    return union
+
+
+def taken_words(name: str, num_rows: int, words: Words) -> Taken:
+    """Return words as taken rows, to be saved, or given back if the save does not win."""
+    return Taken(name, num_rows, rows_of(words), words)
+
+
+def put_dense_state(transaction: Transaction, known: Iterable[str], plan: StatePlan, other: OtherState) -> None:
+    """Hand copies of every tensor that is saved whole to a transaction, and end those of ``known`` that are gone."""
+    tensors = {name: host_copy(tensor) for name, tensor in (plan.dense | other.dense).items()}
+    transaction.put_dense(
+        {name: as_array(tensor) for name, tensor in tensors.items()},
+        {name: dense_dtype_name(tensor, name) for name, tensor in tensors.items()},
+    )
+    for name in set(known) - tensors.keys():
+        transaction.drop_dense(name)
+
+
+def rows_to_write(taken: Taken, decision: Decision, changed: Cumulative) -> RowIds:
+    """Return the rows a save writes of a table: the taken ones, and all since the baseline for a one-shot delta."""
+    if decision.kind == "baseline" or decision.base == "head":
+        return taken.row_ids
+    both = Cumulative({taken.table: taken.num_rows})
+    both.add(taken)
+    both.add_words(taken.table, changed.words(taken.table))
+    return both.row_ids(taken.table)
+
+
+def rows_as_codes(
+    shards: Mapping[str, LocalShard], schemas: Mapping[str, TableSchema], options: Mapping[str, TableOptions]
+) -> dict[str, LatticeCodes]:
+    """Return how the weights of touched rows are coded where they are, by name of the shard; pure.
+
+    Parameters
+    ----------
+    shards
+        By name: those whose rows are written, not those that are written whole.
+    schemas
+        How the tables are stored now, by table: the save must not change a scale.
+    options
+        By table. Tables whose rows may escape are left out: an escape row is kept as it is, and codes are not.
+    """
+    coded: dict[str, LatticeCodes] = {}
+    for name, shard in shards.items():
+        schema = schemas.get(shard.table)
+        if schema is None or options[shard.table].nonfinite == "escape":
+            continue
+        spec = array_specs(schema)["codes"]
+        if isinstance(spec.encoding, Lattice):
+            coded[name] = LatticeCodes(float(spec.scale), tensor=WEIGHT)
+    return coded
+
+
+def wait_for_streams(tensors: Iterable[torch.Tensor]) -> None:
+    """Block until what this thread has queued on the devices of these tensors is done.
+
+    Another thread reads them on its own stream, which is not behind this one's. Does nothing for host memory.
+    """
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()

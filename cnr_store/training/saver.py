@@ -9,6 +9,8 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
 
 from cnr_store.errors import (
     BackgroundSaveFailed,
@@ -19,22 +21,137 @@ from cnr_store.errors import (
     TransactionAborted,
 )
 from cnr_store.runtime.git_commit import git_commit
-from cnr_store.runtime.ranks import together
-from cnr_store.training.background import BackgroundSave, Finished, LiveRead, SaveJob, SaveOutcome, SaveReport
+from cnr_store.runtime.ranks import Ranks, together
+from cnr_store.training.background import (
+    BackgroundSave,
+    Finished,
+    LiveRead,
+    SaveJob,
+    SaveOutcome,
+    SaveReport,
+    failure_message,
+    raise_failure,
+)
 from cnr_store.training.chain_state import ChainState
-from cnr_store.training.continuing import TakeOver
-from cnr_store.training.failures import FailureReports, failure_message
 from cnr_store.training.live_training import LiveTraining
-from cnr_store.training.options import SavePolicy
-from cnr_store.training.position import TrainingPosition
+from cnr_store.training.options import OnError, SavePolicy
 from cnr_store.training.save_plan import SavePlan, plan_save
 from cnr_store.training.save_staging import SaveStager
-from cnr_store.training.save_state import SaveEvent, SaveState, next_state
-from cnr_store.training.schedule import SaveSchedule
-from cnr_store.training.training_writer import TrainingWriter
+from cnr_store.training.schedule import SaveSchedule, TrainingPosition
+from cnr_store.training.training_writer import TakeOver, TrainingWriter
 from cnr_store.types import JsonValue
 from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
+
+
+@dataclass(frozen=True, slots=True)
+class FailureReports:
+    """Raises or warns about failed saves, as ``on_error`` selects."""
+
+    ranks: Ranks
+    on_error: OnError
+
+    def report(self, error: BaseException | None) -> None:
+        """Raise or warn on this rank alone."""
+        try:
+            raise_failure(error)
+        except BackgroundSaveFailed as failure:
+            self._raise_or_warn(failure)
+
+    def report_together(self, error: BaseException | None) -> None:
+        """As `report`, but an error of one rank is reported on all, so that they all save next or all do not."""
+        try:
+            self.raise_together(error)
+        except BackgroundSaveFailed as failure:
+            self._raise_or_warn(failure)
+
+    def raise_together(self, error: BaseException | None) -> None:
+        """Raise an error of one rank on all ranks, independently of ``on_error``."""
+        together(self.ranks, lambda: raise_failure(error))
+
+    def _raise_or_warn(self, failure: BackgroundSaveFailed) -> None:
+        if self.on_error == "raise":
+            raise failure
+        warnings.warn(str(failure), RuntimeWarning, stacklevel=4)
+
+
+class SaveState(Enum):
+    """Whether and how the next save of a training may begin."""
+
+    IDLE = "idle"
+    """Nothing: a save may begin."""
+    RESTORED = "restored"
+    """A checkpoint was restored; the next step or save takes the store over."""
+    READING = "reading"
+    """Tables are read while the training continues; a later step adds the rows changed since and is saved."""
+    RUNNING = "running"
+    """A save is running, or over and not yet collected."""
+    UNKNOWN = "unknown"
+    """A commit's reply was lost. Its rows are kept separately, and the next save first looks up the commit."""
+    FENCED = "fenced"
+    """Another training has taken the store over: no save is possible before another restore."""
+
+
+class SaveEvent(Enum):
+    """What happens to a training's saves."""
+
+    WRITER_OPENED = "writer opened"
+    """A restore begins: a new writer replaces the old one."""
+    RESTORED = "restored"
+    """A checkpoint, or the empty store, is in place."""
+    STEPPED = "stepped"
+    """A step was trained after a restore."""
+    READ = "read"
+    """Tables began to be read while the training goes on."""
+    STARTED = "started"
+    """A save was handed to the background."""
+    WON = "won"
+    """It is committed."""
+    LOST = "lost"
+    """It is not committed; its rows are dirty again."""
+    FENCED = "fenced"
+    """It is not committed, because another training has taken the store over."""
+    NO_REPLY = "no reply"
+    """Whether it is committed is not known."""
+
+
+_NEXT: dict[tuple[SaveState, SaveEvent], SaveState] = {
+    (SaveState.IDLE, SaveEvent.WRITER_OPENED): SaveState.IDLE,
+    (SaveState.RESTORED, SaveEvent.WRITER_OPENED): SaveState.IDLE,
+    (SaveState.FENCED, SaveEvent.WRITER_OPENED): SaveState.FENCED,
+    (SaveState.IDLE, SaveEvent.RESTORED): SaveState.RESTORED,
+    (SaveState.FENCED, SaveEvent.RESTORED): SaveState.RESTORED,
+    (SaveState.RESTORED, SaveEvent.STEPPED): SaveState.IDLE,
+    (SaveState.IDLE, SaveEvent.READ): SaveState.READING,
+    (SaveState.RESTORED, SaveEvent.READ): SaveState.READING,
+    (SaveState.READING, SaveEvent.STARTED): SaveState.RUNNING,
+    (SaveState.READING, SaveEvent.LOST): SaveState.IDLE,
+    (SaveState.IDLE, SaveEvent.STARTED): SaveState.RUNNING,
+    (SaveState.RESTORED, SaveEvent.STARTED): SaveState.RUNNING,
+    # A save that could not be handed to the background was never running.
+    (SaveState.IDLE, SaveEvent.LOST): SaveState.IDLE,
+    (SaveState.RESTORED, SaveEvent.LOST): SaveState.RESTORED,
+    (SaveState.RUNNING, SaveEvent.WON): SaveState.IDLE,
+    (SaveState.RUNNING, SaveEvent.LOST): SaveState.IDLE,
+    (SaveState.RUNNING, SaveEvent.FENCED): SaveState.FENCED,
+    (SaveState.RUNNING, SaveEvent.NO_REPLY): SaveState.UNKNOWN,
+    (SaveState.UNKNOWN, SaveEvent.WON): SaveState.IDLE,
+    (SaveState.UNKNOWN, SaveEvent.LOST): SaveState.IDLE,
+}
+
+
+def next_state(state: SaveState, event: SaveEvent) -> SaveState:
+    """Return the state after an event. Pure.
+
+    Raises
+    ------
+    AssertionError
+        The event cannot happen in this state: an error of this library.
+    """
+    found = _NEXT.get((state, event))
+    assert found is not None, f"{event} cannot happen in {state}"
+    return found
+
 
 logger = logging.getLogger(__name__)
 

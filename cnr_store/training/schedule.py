@@ -1,15 +1,69 @@
-"""When a save is due, and whether it can begin at this step."""
+"""What a step decides: whether a save is due, whether it can begin now, and whether the training must end.
+
+The step itself and the reader's state after it are the `TrainingPosition`. A SIGTERM ends the training (`StopSignal`).
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import warnings
 from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
 
 from cnr_store.errors import BadInput
 from cnr_store.runtime.ranks import Ranks, together
-from cnr_store.training.position import TrainingPosition
-from cnr_store.training.reader import IntervalReader
+from cnr_store.training.reader import IntervalReader, Stateful, reader_document
 from cnr_store_gpu import RowTracker
+
+
+@dataclass(slots=True, eq=False)
+class TrainingPosition:
+    """The step that was trained last, and the reader's state behind it.
+
+    Attributes
+    ----------
+    given_state
+        The state that the caller gave with this step; None where the reader is asked.
+    restored_state
+        The state that was restored; a save before the next step commits it again.
+    """
+
+    reader: Stateful | None
+    step: int = 0
+    given_state: Any = None
+    restored_state: Any = None
+
+    def check_given(self, reader_state: Any) -> None:
+        """Return if the step behind this one has a reader state, where earlier ones had.
+
+        Raises
+        ------
+        BadInput
+        """
+        if reader_state is None and self.reader is None and self.given_state is not None:
+            raise BadInput(
+                f"the step after {self.step} has no reader_state, but an earlier one had; give it at every step, or "
+                "give the manager a reader: a checkpoint would name batches that it has not seen"
+            )
+
+    def advance(self, step: int | None, reader_state: Any) -> None:
+        """Count a trained step."""
+        self.step = self.step + 1 if step is None else step
+        self.given_state, self.restored_state = reader_state, None
+
+    def restored(self, step: int, reader_state: Any) -> None:
+        """Begin anew where a checkpoint was saved."""
+        self.step = step
+        self.given_state, self.restored_state = None, reader_state
+
+    def document(self) -> dict[str, Any] | None:
+        """Return the reader's document for a save, or None."""
+        given = self.restored_state if self.given_state is None else self.given_state
+        return reader_document(self.reader, given)
+
 
 _STEPS_UNTIL_WARNING = 8
 """Steps that a due save may wait before a warning; micro-batches that are counted one by one also make it wait."""
@@ -76,3 +130,64 @@ class SaveBoundary:
                     RuntimeWarning, stacklevel=3,
                 )  # fmt: skip
         return True
+
+
+EXIT_CODE = 128 + signal.SIGTERM
+_STEPS_BETWEEN_SIGNALS = 16
+"""How often the ranks exchange whether one has to stop; each exchange is a message of every rank to all others."""
+
+
+class StopSignal:
+    """Whether SIGTERM was received. Used by the training thread; the handler only sets the flag.
+
+    Attributes
+    ----------
+    should_stop
+        Whether SIGTERM has come.
+
+    Raises
+    ------
+    BadInput
+        ``is_caught`` outside the main thread, where Python takes no handlers.
+    """
+
+    def __init__(self, ranks: Ranks, *, is_caught: bool) -> None:
+        self.should_stop = False
+        self._ranks, self._is_caught = ranks, is_caught
+        self._steps, self._is_agreed = 0, False
+        self._previous: Any = None
+        if is_caught:
+            self._catch()
+
+    def asks_at_step(self) -> bool:
+        """Count a step; return whether the training is to end at it. All ranks get the same answer."""
+        self._steps += 1
+        if self._ranks.world == 1:
+            return self.should_stop
+        if self._is_caught and self._steps % _STEPS_BETWEEN_SIGNALS == 0:
+            self._is_agreed = any(together(self._ranks, lambda: self.should_stop))
+            self.should_stop = self.should_stop or self._is_agreed
+        return self.should_stop and self._is_agreed
+
+    def close(self) -> None:
+        """Put the handler back that was there before."""
+        if self._previous is not None:
+            signal.signal(signal.SIGTERM, self._previous)
+
+    def _catch(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise BadInput("save_on_sigterm works in the main thread only; set manager.should_stop yourself")
+        process = os.getpid()
+
+        def on_sigterm(number: int, frame: FrameType | None) -> None:
+            if os.getpid() == process:
+                # Only a flag: the signal may come in the middle of an optimizer step.
+                self.should_stop = True
+                if callable(self._previous):
+                    self._previous(number, frame)
+                return
+            # A forked child has no training to save. None: the handler before was not Python's, and cannot be put back.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
+            signal.raise_signal(signal.SIGTERM)
+
+        self._previous = signal.signal(signal.SIGTERM, on_sigterm)

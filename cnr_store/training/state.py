@@ -16,7 +16,13 @@ from torch import nn
 from cnr_store.encodings import float_bits
 from cnr_store.errors import BadInput, TableNotFound
 from cnr_store.format.records import TableSchema
-from cnr_store.training.shards import LocalShard, Slots
+from cnr_store.runtime.ranks import Ranks
+from cnr_store.training.shards import (
+    LocalShard,
+    Slots,
+    find_shards,
+    whole_shard,
+)
 from cnr_store.training.tensors import slot_kind, table_dtype_name
 from cnr_store.types import Affine, FloatBits, Lattice, Raw
 from cnr_store.write.schema_choice import asked_bits
@@ -305,3 +311,21 @@ def _other_state(one: Optimized, optimizers: Sequence[torch.optim.Optimizer]) ->
     # .get: `state` is a defaultdict, and asking it for a parameter would add an empty entry.
     state: Mapping[str, Any] = optimizer.state.get(one.parameter, {})
     return {key: value for key, value in state.items() if value is not None}
+
+
+def find_local_shards(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], declared: Sequence[str], ranks: Ranks
+) -> tuple[dict[str, nn.Parameter], list[LocalShard]]:
+    """Return the plain tables of a model by name, and every shard on this rank: those tables and sharded ones.
+
+    Raises
+    ------
+    TableNotFound, BadDtype, Unsupported
+    """
+    plain = table_parameters(model, declared)
+    several = ranks.world > 1
+    shards = [whole_shard(name, table, optimizers, is_replicated=several) for name, table in plain.items()]
+    shards += find_shards(model, optimizers)
+    for shard in shards:
+        table_dtype_name(shard.weight, shard.table)
+    return plain, shards

@@ -1,15 +1,121 @@
-"""The writer of a training: opened by the first save or a restore, closed when it cannot commit any more."""
+"""The store and the writer of a training: how the store is opened, and when the writer takes it over.
+
+A restore alone only reads, so an evaluation may restore while another process trains. The first step or save after it
+commits a fence, and a rollback if the restored state is not the head's. Both fail if another writer has saved since.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cnr_store.runtime.ranks import Ranks
+from cnr_store.errors import NotAStore, StorageFailure, VersionExpired
+from cnr_store.format.commit_record import LogEntry, is_live
+from cnr_store.format.records import WriterInfo
+from cnr_store.log.log_reader import LogEnd
+from cnr_store.log.rebase import draft_after, rebase_succession
+from cnr_store.maintenance.repair import return_to
+from cnr_store.runtime.ranks import Ranks, rank_zero
 from cnr_store.segment.shards import Placement
 from cnr_store.store import Store
-from cnr_store.training.continuing import TakeOver
 from cnr_store.training.options import StoreOptions
 from cnr_store.write.writer import Writer
+
+
+@dataclass(slots=True, eq=False)
+class TakeOver:
+    """How a writer gets its epoch when it continues a version: see `cnr_store.write.writer_state.Succession`.
+
+    Parameters
+    ----------
+    store
+        The store to continue.
+    version
+        The version whose state is restored.
+    newest, torn
+        The newest record when `version` was chosen, and the sha256 of each later position that could not be read.
+    """
+
+    store: Store
+    version: int
+    newest: int
+    torn: tuple[str, ...] = ()
+    _head: LogEntry | None = None
+    _sent: LogEntry | None = None
+    _steps: list[Callable[[LogEntry, WriterInfo], LogEntry]] = field(default_factory=list)
+
+    def take(self, info: WriterInfo) -> LogEntry:
+        """Commit the fence and rollback that are still missing; return the last record. Blocks; safe to call again.
+
+        Raises
+        ------
+        Conflict
+            Another writer has continued from that state after `newest`.
+        VersionExpired
+            The version that was restored is not live any more.
+        Fenced, CommitStateUnknown, CorruptStore, ReadOnlyStore, UnsafeBackend, WrongClock, StorageFailure
+        """
+        if not self.torn:
+            self.store.internals.writable_head()
+        head = self._learn() if self._head is not None else self._plan()
+        while self._steps:
+            head = self._head = self._append(head, info)
+            self._steps.pop(0)
+        return head
+
+    def _plan(self) -> LogEntry:
+        newest, target = self._read(self.newest), self._read(self.version)
+        if self.torn:
+            self._steps = [self._roll_back, self._fence]  # torn positions must be superseded before a fence
+        elif target.record.chain != newest.record.chain:
+            # Fence first: an old writer that saw only the rollback would continue from it.
+            self._steps = [self._fence, self._roll_back]
+        else:
+            self._steps = [self._fence]
+        self._head = newest
+        return newest
+
+    def _learn(self) -> LogEntry:
+        """Look up whether the last append was committed; return the newest record."""
+        assert self._head is not None
+        entry = None if self._sent is None else self.store.internals.log.resolve(self._sent)
+        self._sent = None
+        if entry is not None:
+            self._head = entry
+            self._steps.pop(0)
+        return self._head
+
+    def _append(self, head: LogEntry, info: WriterInfo) -> LogEntry:
+        log = self.store.internals.log
+        with log.exclusive():
+            leftover = log.unresolved_entry
+            try:
+                return self._steps[0](head, info)
+            except BaseException:
+                if log.unresolved_entry is not leftover:
+                    self._sent = log.unresolved_entry
+                raise
+
+    def _fence(self, head: LogEntry, info: WriterInfo) -> LogEntry:
+        draft = draft_after(head.record, "fence", info, epoch=head.record.epoch + 1)
+        return self.store.internals.log.append(head, draft, rebase_succession)
+
+    def _roll_back(self, head: LogEntry, info: WriterInfo) -> LogEntry:
+        target = self._read(self.version).record
+        if not is_live(head.record, target.v):
+            raise VersionExpired(
+                f"version {target.v}, which was restored, has expired; the floor is {head.record.floor}: restore "
+                "another one",
+                version=target.v, expected=head.record.floor,
+            )  # fmt: skip
+        tail = LogEnd(head.record.v + len(self.torn), head, self.torn)
+        return return_to(self.store, tail, target, info=info)
+
+    def _read(self, version: int) -> LogEntry:
+        entry = self.store.internals.log.read(version)
+        if entry is None:
+            raise StorageFailure(f"commit record {version} was read and cannot be seen any more", version=version)
+        return entry
 
 
 @dataclass(slots=True, eq=False)
@@ -47,3 +153,29 @@ class TrainingWriter:
     def mirror_nbytes(self) -> int:
         """Bytes that the code mirrors take now."""
         return 0 if self.current is None else self.current.mirror_nbytes
+
+
+def open_or_create(url: str, options: StoreOptions, ranks: Ranks) -> Store:
+    """Return the store at a URL, created if there is none; or its branch, which must be there.
+
+    Blocks; all ranks call it, and rank 0 opens it first.
+    """
+    opened: list[Store] = []
+
+    def open_here() -> None:
+        try:
+            store = Store.open(
+                url, branch=options.branch, storage_options=options.storage_options, threads=options.threads
+            )
+        except NotAStore:
+            if options.branch is not None:
+                raise
+            store = Store.create(url, storage_options=options.storage_options, threads=options.threads)
+        else:
+            store.internals.finish_creation()
+        opened.append(store)
+
+    rank_zero(ranks, open_here)  # it may have to create it, which only one can
+    if not opened:
+        open_here()
+    return opened[0]

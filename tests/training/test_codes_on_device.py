@@ -13,7 +13,8 @@ from cnr_store import Store, TableOptions
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.training import CheckpointManager, SavePolicy, TrackingOptions
 from cnr_store.training.background import SaveJob, run_save
-from cnr_store.training.devices import Launches, launches_of, rows_as_codes
+from cnr_store.training.live_training import Launches, launches_of
+from cnr_store.training.save_staging import rows_as_codes
 from cnr_store.training.shards import whole_shard
 from cnr_store.training.tensors import leaf_of, tensor_of
 from tests.support.faulty import IsolatedMemoryFileSystem

@@ -15,7 +15,7 @@ from torch import nn
 from cnr_store import BackgroundSaveFailed, Store, TableOptions, verify_store
 from cnr_store.errors import BadInput, NonFiniteValues
 from cnr_store.training import CheckpointManager, tensors
-from cnr_store.training.save_state import SaveState
+from cnr_store.training.saver import SaveState
 from cnr_store.write.transaction import Transaction
 from tests.training.runs import KINDS, Training, grouped
 

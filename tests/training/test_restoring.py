@@ -15,7 +15,7 @@ from torch import nn
 
 from cnr_store import BadInput, CorruptStore, Store, TableOptions
 from cnr_store.errors import BadDtype, BadShape, MissingObject, TagNotFound, VersionNotFound
-from cnr_store.training import CheckpointManager, capture, shards, tensors
+from cnr_store.training import CheckpointManager, document, shards, tensors
 from cnr_store.training.restoring import _put_tensor
 from tests.training.runs import ROWS, Training, assert_same, grouped, uninterrupted
 
@@ -388,7 +388,7 @@ def test_only_the_step_counter_stays_on_the_host(key: str, group: dict[str, Any]
 
 def hostile(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     """From now on, checkpoints have documents of a trainer that ``change`` had its way with."""
-    real = capture.trainer_documents
+    real = document.trainer_documents
 
     def changed(*args: Any) -> dict[str, Any]:
         documents = real(*args)
@@ -452,7 +452,7 @@ def test_a_hostile_trainer_document_changes_nothing(
 def test_generators_that_cannot_be_set_are_corruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Towers()
     with monkeypatch.context() as patch:
-        patch.setattr(capture, "capture_rng", lambda: {"python": {"version": 3}})
+        patch.setattr(document, "capture_rng", lambda: {"python": {"version": 3}})
         with CheckpointManager(str(tmp_path), model=model) as manager:
             manager.save()
     manager = CheckpointManager(str(tmp_path), model=Towers())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cnr_store.training.save_state import SaveEvent, SaveState, next_state
+from cnr_store.training.saver import SaveEvent, SaveState, next_state
 from cnr_store.training.schedule import SaveSchedule
 
 

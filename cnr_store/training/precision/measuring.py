@@ -17,7 +17,7 @@ from cnr_store.errors import BadInput
 from cnr_store.format.limits import MAX_SHIFT, MAX_SHIFT_IN_CHAIN, MIN_SCALE
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.ranks import Ranks, together
-from cnr_store.training.shard_ownership import Holdings, RankShard
+from cnr_store.training.shards import Holdings, RankShard
 from cnr_store.training.tensors import TensorRows, table_dtype_name
 from cnr_store.types import MAX_CODE, AffineBits, Lattice
 from cnr_store.write.schema_choice import choose_table_scale, encoding_name, table_dtype

@@ -1,7 +1,7 @@
 """The precision of each table during a run: counts restores, refines scales after them, reports its decisions.
 
-What is decided comes from `cnr_store.write.rate`; here stands what a manager remembers, and when it asks. Everything is
-the same on every rank: it follows from the checkpoint, the options, and what the ranks tell each other.
+`cnr_store.write.rate` makes the decisions; this module remembers what they need and asks at the right time. The result
+is the same on every rank: it follows from the checkpoint, the options, and what the ranks exchange.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
+from cnr_store.encodings.scale import ScaleChoice
 from cnr_store.errors import BadInput
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.training.document import RateDocument
-from cnr_store.training.options import Schedule
 from cnr_store.training.precision.measuring import ScaleMeter, step_of
-from cnr_store.training.precision.rate_status import RateStatus, ScaleChange, TableRate
-from cnr_store.training.shard_ownership import Holdings
+from cnr_store.training.shards import Holdings
 from cnr_store.types import AffineBits
 from cnr_store.write.policy import Decision
 from cnr_store.write.rate import (
@@ -34,6 +34,68 @@ from cnr_store.write.schema_choice import asked_bits
 from cnr_store.write.table_options import TableOptions
 from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
+
+Schedule = Literal["constant", "loss"]
+"""Whether scales stay as they were chosen, or become finer as the loss falls (`CheckpointManager.report_loss`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleChange:
+    """What one save did to the scale of a table that is stored as a lattice.
+
+    Attributes
+    ----------
+    before, after
+        The step; None before if the table is new, or was no lattice.
+    reason
+        One clause.
+    choice
+        How it was measured, where it was chosen and not halved.
+    """
+
+    before: float | None
+    after: float
+    reason: str
+    choice: ScaleChoice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TableRate:
+    """How exact a table is stored now.
+
+    Attributes
+    ----------
+    bits
+        The width that its scale is for, or that its rows have; None where ``max_error=``, ``scale=`` or an exact
+        encoding says it.
+    pending
+        What becomes of it at the next save; None if nothing.
+    """
+
+    bits: AffineBits | None
+    pending: Refinement | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RateStatus:
+    """What the rate control knows and wants; `CheckpointManager.rate`.
+
+    Attributes
+    ----------
+    restores
+        How often the state that is trained was restored since the run began: restores that nothing was saved behind do
+        not count.
+    tables
+        By name.
+    first_loss, loss
+        Mean of the reported losses at the first save, and now; None if none was reported.
+    """
+
+    restores: int
+    tables: Mapping[str, TableRate]
+    first_loss: float | None = None
+    loss: float | None = None
+
 
 _GROWN = 1.1
 """Growth of rows, as a factor, before a scale is measured again that was found not to be too fine."""
