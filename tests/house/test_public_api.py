@@ -64,6 +64,10 @@ PUBLIC = {
     "cnr_store.integrations.dcp": "CnrStorageReader CnrStorageWriter CnrStager",
     "cnr_store.integrations.redis": "RedisSink RedisRows RedisBatch",
     "cnr_store.testing": "",
+    "cnr_store.communication": """
+        CommunicationState RankState StateTensor Rule chunk reshard
+        Meter Traffic
+    """,
     "cnr_store.training": """
         CheckpointManager SavePolicy TrackingOptions PrecisionPolicy StoreOptions RestoredState load LoadedState
         SaveReport ScaleChange RateStatus TableRate ProcessRanks
@@ -77,6 +81,7 @@ PUBLIC = {
 # Packages that promise names to a user, with the folder each is in.
 PACKAGES = {
     "cnr_store": "cnr_store",
+    "cnr_store.communication": "cnr_store/communication",
     "cnr_store.training": "cnr_store/training",
     "cnr_store.serving": "cnr_store/serving",
     "cnr_store.changes": "cnr_store/changes",

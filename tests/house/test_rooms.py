@@ -45,7 +45,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "maintenance": "errors types format runtime storage encodings log segment read write store",
         "serving": "errors types format runtime storage encodings log segment read store",
         "changes": "errors types format runtime storage encodings log segment read store serving",
-        "training": "errors types format runtime storage encodings log segment read write store maintenance",
+        "communication": "errors types runtime",  # never a store
+        "training": "errors types format runtime storage encodings log segment read write store maintenance "
+        "communication",
         "integrations": "errors types format runtime storage read write store transfer serving training",
         # The face of the library: whatever loads no torch.
         "__init__": "errors types format runtime encodings log segment read write store maintenance transfer",
@@ -55,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # The same inside `serving`: what lookups read, how that becomes another version, and places that it is pushed to.
 SERVING_MAY_IMPORT: dict[str, set[str]] = {"rows": set(), "update": {"rows"}, "sinks": {"rows"}}
 
-WITH_TORCH = {"training", "serving", "changes", "integrations"}
+WITH_TORCH = {"communication", "training", "serving", "changes", "integrations"}
 GPU_MAY_IMPORT = {"cnr_store.runtime", "cnr_store.errors", "cnr_store.types"}
 TOOLS_MAY_IMPORT = {
     "cnr_store",
@@ -249,6 +251,7 @@ def test_nothing_can_run_code_from_a_store() -> None:
         ("segment", "import fsspec.asyn"),
         ("maintenance", "from rich.progress import Progress"),
         ("store", "from cnr_store_gpu import bitmap"),
+        ("communication", "from cnr_store.store import Store"),
         ("read", "from cnr_store.write.encode import encode_rows"),
     ],
 )

@@ -1,0 +1,223 @@
+"""Counts the bytes that a training sends: a process group that passes every collective on to another one.
+
+Nothing is computed from formulas of a compression: the sizes are those of the tensors that reach the collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+_BACKEND = "cnr_metered"
+"""The name under which torch knows groups of `Meter.group`."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What one kind of collective moved, seen from one rank.
+
+    Attributes
+    ----------
+    calls
+        How often it was called.
+    pushed_bytes
+        Bytes of the tensors that this rank gave to it for others: a gradient before it is reduced, the own share of a
+        gather, all but the own chunk of an all-to-all.
+    received_bytes
+        Bytes that a rank receives: the shares of the others. Of an all-reduce of n bytes and a reduce-scatter, what the
+        ring algorithm moves: 2 n (W - 1) / W and n (W - 1) / W.
+    """
+
+    calls: int = 0
+    pushed_bytes: int = 0
+    received_bytes: int = 0
+
+
+class Meter:
+    """Counts what the groups that it makes send and receive, by kind of collective.
+
+    Examples
+    --------
+    On every rank: ``meter = Meter()``, ``model = DistributedDataParallel(module, process_group=meter.group())``.
+    Functions of ``torch.distributed`` are counted with ``group=`` of that group.
+
+    Attributes
+    ----------
+    by_collective
+        The traffic since the start or the last `reset`, by name of the collective.
+    """
+
+    def __init__(self) -> None:
+        self.by_collective: dict[str, Traffic] = {}
+
+    def group(self, over: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+        """Return a group of the ranks of ``over`` (None: all) that counts. All of these ranks call it together. Blocks.
+
+        Collectives run in ``over``: with its backend, on its threads and streams, and in one order with its own ones.
+        """
+        if _BACKEND not in dist.Backend.backend_list:
+            dist.Backend.register_backend(
+                _BACKEND, lambda _, metered: metered, extended_api=True, devices=["cpu", "cuda"]
+            )
+        inner = dist.group.WORLD if over is None else over
+        assert inner is not None
+        made = dist.new_group(
+            dist.get_process_group_ranks(inner), backend=_BACKEND, pg_options=_MeteredGroup(inner, self),
+            use_local_synchronization=dist.get_world_size(inner) < dist.get_world_size(),
+        )  # fmt: skip
+        assert isinstance(made, dist.ProcessGroup)
+        return made
+
+    @property
+    def total(self) -> Traffic:
+        """The sum over all collectives."""
+        found = self.by_collective.values()
+        return Traffic(
+            sum(one.calls for one in found),
+            sum(one.pushed_bytes for one in found),
+            sum(one.received_bytes for one in found),
+        )
+
+    def reset(self) -> None:
+        """Count from zero."""
+        self.by_collective.clear()
+
+    def _count(self, name: str, pushed: int, received: int) -> None:
+        traffic = self.by_collective.setdefault(name, Traffic())
+        traffic.calls += 1
+        traffic.pushed_bytes += pushed
+        traffic.received_bytes += received
+
+
+def _bytes(tensors: torch.Tensor | Iterable[Any]) -> int:
+    """Bytes of the elements of a tensor, or of all tensors in nested lists; of a sparse one its indices and values."""
+    if not isinstance(tensors, torch.Tensor):
+        return sum(_bytes(one) for one in tensors)
+    if tensors.layout is torch.sparse_coo:
+        return _bytes([tensors._indices(), tensors._values()])
+    return tensors.numel() * tensors.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The arguments of a collective as its backend gets them."""
+
+    rank: int
+    world: int
+    given: tuple[Any, ...]
+
+    @property
+    def is_root(self) -> bool:
+        options = self.given[-1]
+        return self.rank == (options if isinstance(options, int) else options.rootRank)
+
+    def reduced(self) -> tuple[int, int]:
+        size = _bytes(self.given[0])
+        return size, 2 * size * (self.world - 1) // self.world
+
+    def gathered(self) -> tuple[int, int]:
+        size = _bytes(self.given[1])
+        return size, size * (self.world - 1)
+
+    def gathered_at_root(self) -> tuple[int, int]:
+        size = _bytes(self.given[1])
+        return (0, size * (self.world - 1)) if self.is_root else (size, 0)
+
+    def scattered_sums(self) -> tuple[int, int]:
+        size = _bytes(self.given[1])
+        return size, size * (self.world - 1) // self.world
+
+    def scattered(self) -> tuple[int, int]:
+        size = _bytes(self.given[0])
+        return (size * (self.world - 1), 0) if self.is_root else (0, size)
+
+    def reduced_at_root(self) -> tuple[int, int]:
+        size = _bytes(self.given[0])
+        return (0, size) if self.is_root else (size, 0)
+
+    def copied(self) -> tuple[int, int]:
+        size = _bytes(self.given[0])
+        return (size, 0) if self.is_root else (0, size)
+
+    def exchanged(self) -> tuple[int, int]:
+        received, pushed = self.given[:2]
+        splits = self.given[2:4] if len(self.given) >= 4 else ([], [])
+        return (
+            _bytes(pushed) - self._own_chunk(pushed, splits[1]),
+            _bytes(received) - self._own_chunk(received, splits[0]),
+        )
+
+    def _own_chunk(self, tensors: Any, splits: Any) -> int:
+        if not isinstance(tensors, torch.Tensor):
+            return _bytes(tensors[self.rank])
+        if not splits:
+            return _bytes(tensors) // self.world
+        start = sum(splits[: self.rank])
+        return _bytes(tensors[start : start + splits[self.rank]])
+
+    def sent(self) -> tuple[int, int]:
+        return _bytes(self.given[0]), 0
+
+    def received(self) -> tuple[int, int]:
+        return 0, _bytes(self.given[0])
+
+    def nothing(self) -> tuple[int, int]:
+        return 0, 0
+
+
+_COUNTED: dict[str, tuple[str, Callable[[_Call], tuple[int, int]]]] = {
+    name: (collective, count)
+    for collective, count, names in [
+        ("all_reduce", _Call.reduced, "allreduce allreduce_coalesced"),
+        ("all_gather", _Call.gathered,
+         ("allgather allgather_coalesced all_gather_single all_gather_single_coalesced _allgather_base "
+         "allgather_into_tensor_coalesced")),
+        ("reduce_scatter", _Call.scattered_sums,
+         ("reduce_scatter reduce_scatter_single reduce_scatter_single_coalesced _reduce_scatter_base "
+         "reduce_scatter_tensor_coalesced")),
+        ("all_to_all", _Call.exchanged, "alltoall alltoall_base all_to_all_single"),
+        ("broadcast", _Call.copied, "broadcast"),
+        ("reduce", _Call.reduced_at_root, "reduce"),
+        ("gather", _Call.gathered_at_root, "gather"),
+        ("scatter", _Call.scattered, "scatter"),
+        ("send", _Call.sent, "send"),
+        ("recv", _Call.received, "recv recv_anysource"),
+        ("barrier", _Call.nothing, "barrier"),
+    ]
+    for name in names.split()
+}  # fmt: skip
+"""By method of a process group: the collective, and how its bytes are counted."""
+
+
+class _MeteredGroup(dist.ProcessGroup):
+    """Passes collectives on to another group, and counts them. Python and DDP's reducer call its methods alike."""
+
+    def __init__(self, inner: dist.ProcessGroup, meter: Meter) -> None:
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]  # torch's stub lacks this overload
+        self.inner, self.meter = inner, meter
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+        return _BACKEND
+
+    @property
+    def group_name(self) -> c10d.GroupName:  # torch's own asks a backend, which this group does not have
+        return c10d._world.pg_names[self]
+
+
+def _counted(method: str) -> Callable[..., Any]:
+    collective, count = _COUNTED[method]
+
+    def call(self: _MeteredGroup, *given: Any, **named: Any) -> Any:
+        self.meter._count(collective, *count(_Call(self.rank(), self.size(), (*given, *named.values()))))
+        return getattr(self.inner, method)(*given, **named)
+
+    return call
+
+
+for _method in _COUNTED:
+    setattr(_MeteredGroup, _method, _counted(_method))
