@@ -52,7 +52,7 @@ def test_a_peer_loads_the_state_of_the_moment_of_its_save(make, place):
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8, None])
-def test_a_store_loads_the_state_of_the_moment_of_its_save_within_its_bound(bits, place):
+def test_a_restored_state_is_that_of_the_moment_of_its_save_within_bounds(bits, place):
     trainee = Trainee(ROWS)
     store = Cnr(bits)
     store.open(place, trainee)

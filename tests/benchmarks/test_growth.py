@@ -26,7 +26,7 @@ def test_tiled_rows_slice_like_the_array_that_they_stand_for():
     assert np.array_equal(tiled[ids][0], tiled[ids][2])
 
 
-def test_one_save_asks_for_as_much_and_holds_as_many_objects_whatever_the_versions(tmp_path):
+def test_requests_and_objects_of_a_save_do_not_grow_with_the_versions(tmp_path):
     young, old = (Growing(tmp_path, name, 1, 2_000, touched=50) for name in ("young", "old"))
     old.grow_to(70, 3)
     young.grow_to(1, 3)

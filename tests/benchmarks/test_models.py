@@ -19,7 +19,7 @@ def test_the_mlperf_model_has_its_26_tables_in_a_hundredth_of_the_rows():
 
 
 @pytest.mark.parametrize("count", [300, 1000])
-def test_zipf_models_have_tables_of_100_to_1_000_000_rows_and_16_to_128_columns(count):
+def test_zipf_tables_have_100_to_1_000_000_rows_and_16_to_128_columns(count):
     tables = models.zipf_tables(count)
 
     assert len(tables) == count

@@ -56,7 +56,7 @@ def test_coarse_rows_change_the_outcome_and_take_fewer_bytes():
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
-def test_coarse_slots_change_the_outcome_and_take_fewer_bytes_and_weights_stay_exact(optimizer):
+def test_coarse_slots_take_fewer_bytes_and_leave_weights_exact(optimizer):
     exact = run(Order(TINY, 0, Setting("exact"), 3, optimizer))
     fine, coarse = (run(Order(TINY, 0, Setting("slots", mantissa=m, step=1.0), 3, optimizer)) for m in (7, 0))
     assert coarse.trained.moved > 0.0
@@ -139,7 +139,7 @@ def test_a_coarse_point_that_holds_by_luck_does_not_count():
     assert smallest(lucky[1:], Limits(0.1, 0.1)) is None
 
 
-def test_a_finer_point_that_misses_within_its_noise_does_not_count_against_coarser_ones():
+def test_a_finer_point_that_misses_by_noise_does_not_refuse_coarser_ones():
     finer, coarser = point("lattice", 400, 0.15), point("lattice", 300, 0.0)
     noisy = replace(finer, auc=Estimate(0.15, 0.1), logloss=Estimate(0.15, 0.1))
     assert smallest([noisy, coarser], Limits(0.1, 0.1)) == coarser

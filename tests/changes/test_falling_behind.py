@@ -50,7 +50,7 @@ def test_a_stream_that_follows_tells_what_lands_and_ends_when_it_is_closed(
     assert list(stream) == []
 
 
-def test_a_stream_that_is_closed_within_a_version_ends_its_batches_and_not_a_whole_version(store: Store) -> None:
+def test_a_closed_stream_ends_its_batches_but_finishes_a_whole_version(store: Store) -> None:
     begin(store)
     save(store, [1])
 
@@ -92,7 +92,7 @@ def test_a_branch_that_is_dropped_ends_its_followers(store: Store) -> None:
             next(stream)
 
 
-def test_a_cursor_that_was_overtaken_is_told_so_and_catches_up_by_comparing(store: Store) -> None:
+def test_an_expired_cursor_is_refused_and_catches_up_by_comparing(store: Store) -> None:
     begin(store)
     (version,) = save(store, [1])
     copy = ChangeCopy()
@@ -127,7 +127,7 @@ def test_a_version_that_expired_costs_nothing_while_its_chain_goes_on(store: Sto
     assert told(changes(store, first)) == [(last, "t", "upsert", [1, 2, 3])]
 
 
-def test_deltas_that_were_compacted_on_the_way_are_told_from_what_they_were_compacted_into(store: Store) -> None:
+def test_deltas_that_were_compacted_are_told_from_the_compacted_segment(store: Store) -> None:
     first = begin(store)
     save(store, [1], [2], [3])
     compact_run(store, run=(1, 4), force=True)
@@ -238,7 +238,7 @@ def test_a_cursor_is_registered_before_the_first_snapshot_is_read(store: Store) 
 
 
 @pytest.mark.parametrize("has_since", [False, True])
-def test_a_cursor_is_registered_where_the_stream_begins_before_a_version_comes(store: Store, has_since: bool) -> None:
+def test_a_cursor_is_registered_before_the_first_version_comes(store: Store, has_since: bool) -> None:
     """What a consumer goes on from has to stay until it has gone on: a version behind it is not enough."""
     first = begin(store)
     (second,) = save(store, [1])
@@ -291,7 +291,7 @@ def test_a_version_that_expires_before_it_is_read_is_passed_by(files: IsolatedMe
     stream.close()
 
 
-def test_a_version_that_expires_while_it_is_told_is_said_to_be_part_of_a_state(
+def test_a_version_that_expires_while_it_is_told_is_said_to_be_partial(
     files: IsolatedMemoryFileSystem, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cnr_store.changes.table_rows.LEAST_ROWS", 2)

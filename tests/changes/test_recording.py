@@ -25,7 +25,7 @@ def rows_of(folder: Path) -> ChangeCopy:
     return copy
 
 
-def test_a_recording_that_is_killed_anywhere_goes_on_without_gap_or_repetition(
+def test_a_recording_killed_anywhere_goes_on_without_gap_or_repetition(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin(store)
@@ -129,7 +129,7 @@ def test_a_copy_without_an_end_is_refused(store: Store) -> None:
         list(catch_up(store, {"t": lambda start, stop: np.zeros((stop - start, 3), np.float32)}))
 
 
-def test_a_full_disk_leaves_nothing_of_the_version_and_is_told_as_what_it_is(
+def test_a_full_disk_leaves_nothing_of_the_version_and_is_named(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin(store)

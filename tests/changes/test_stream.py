@@ -85,7 +85,7 @@ def test_slots_come_when_they_are_asked_for(store: Store) -> None:
     assert "slot_m" not in next(changes(store, 2)).schema.names
 
 
-def test_what_leaves_the_state_alone_tells_nothing_and_the_cursor_goes_past_it(store: Store) -> None:
+def test_records_that_leave_the_state_alone_only_move_the_cursor(store: Store) -> None:
     begin(store)
     (version, *_) = save(store, [1], [2], [3])[-1:]
     store.tag("good")
@@ -161,7 +161,7 @@ def test_resized_dropped_and_other_tables(store: Store) -> None:
     assert [(batch.schema.field("values").type.list_size, batch.num_rows) for batch in last] == [(3, 2)]
 
 
-def test_a_row_that_is_deleted_from_a_dense_table_is_told_as_what_reading_it_gives(store: Store) -> None:
+def test_a_deleted_row_of_a_dense_table_comes_as_the_fill_that_is_read(store: Store) -> None:
     begin(store, options=TableOptions.exact())
     _, version = save(store, [1, 2], lambda txn: txn.delete_rows("t", np.asarray([2])))
 
@@ -191,7 +191,7 @@ def test_column_shards_are_read_as_whole_rows(files: IsolatedMemoryFileSystem, s
         list(changes(store, first - 1, slots=True))
 
 
-def test_the_cursor_moves_when_the_consumer_comes_back_behind_a_versions_last_batch(store: Store) -> None:
+def test_the_cursor_moves_when_the_next_batch_after_a_version_is_asked_for(store: Store) -> None:
     first = begin(store)
     second, third = save(store, [1, 5], [2])
     stream = changes(store, first, max_batch_rows=1)

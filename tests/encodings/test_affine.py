@@ -232,7 +232,7 @@ def test_extreme_tables_need_float32_parameters(change: str) -> None:
     assert affine.params_fit(values, "float32")
 
 
-def test_greedy_keeps_the_best_point_where_the_public_search_falls_back_to_minmax() -> None:
+def test_greedy_keeps_its_best_if_the_public_search_falls_back_to_minmax() -> None:
     # The error falls all along the path, so a search that keeps only strict local optima finds none.
     values = rows_of("gauss", 400, 128)
     minmax = Encoded(values, 2, search="minmax")

@@ -35,7 +35,7 @@ def random_bits(n: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 2**32, n, dtype=np.uint32)
 
 
-def test_23_mantissa_bits_are_the_identity_with_nan_payloads_and_signed_zero() -> None:
+def test_23_mantissa_bits_keep_every_bit_of_nans_and_signed_zeros_too() -> None:
     values = np.concatenate([SPECIAL, NANS, random_bits(10_000)]).view(np.float32)
 
     back = float_bits_floats(float_bits_codes(values, 23), 23)

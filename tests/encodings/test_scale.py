@@ -130,7 +130,7 @@ def test_targets_that_are_no_positive_numbers_are_refused(precision: Precision) 
         scale.choose_scale(normal_rows(), precision)
 
 
-def test_values_beyond_the_code_range_are_refused_with_the_smallest_scale_that_works() -> None:
+def test_values_beyond_the_codes_are_refused_with_the_scale_to_use() -> None:
     rows = np.array([[1.0, 3.0 * MAX_CODE]], np.float32)
 
     with pytest.raises(BadInput, match="at least 3 ") as caught:

@@ -64,7 +64,7 @@ def test_the_interval_holds_about_as_often_as_it_says(
     assert 0 < width < 0.3
 
 
-def test_where_few_rows_have_most_of_the_error_the_interval_is_wide_and_still_too_narrow() -> None:
+def test_the_interval_is_wide_but_too_narrow_where_few_rows_have_the_error() -> None:
     """The limit that the docstring names: no sample knows the rows that it does not hold."""
     held, width = coverage(zipf_norms(exponent=0.5), 4, count=4000, tries=200)
     assert 0.6 < held < 0.93
@@ -140,7 +140,7 @@ def test_what_cannot_be_known_better_is_said() -> None:
 
 
 @pytest.mark.parametrize("table", [normal, student, zipf_norms], ids=["normal", "student", "zipf"])
-def test_a_measured_scale_meets_the_error_of_the_whole_table_within_its_interval(
+def test_a_measured_scale_meets_the_tables_error_within_its_interval(
     table: Callable[..., Float32s],
 ) -> None:
     rows = table(rows=120_000)
@@ -202,7 +202,7 @@ def test_one_shard_alone_keeps_its_choice_to_the_last_bit(mse: float, elements: 
 
 @pytest.mark.parametrize("table", [normal, student, zipf_norms], ids=["normal", "student", "zipf"])
 @pytest.mark.parametrize(("bits", "finer"), [(2, 3), (3, 4), (4, 8)])
-def test_a_restored_table_tells_the_next_scale_when_it_is_spread_over_its_cells(
+def test_a_restored_table_gives_the_next_scale_if_spread_over_its_cells(
     table: Callable[..., Float32s], bits: AffineBits, finer: AffineBits
 ) -> None:
     rows = table(rows=4000)

@@ -229,7 +229,7 @@ def mirrored_saves(url: str, folder: str, levels: list[int], disk: Disk) -> list
     return outcomes
 
 
-def test_a_mirror_in_files_on_a_full_disk_ends_the_save_and_not_the_process(disk: Disk, tmp_path: Path) -> None:
+def test_a_mirror_file_on_a_full_disk_ends_the_save_and_not_the_process(disk: Disk, tmp_path: Path) -> None:
     """Pages of a map that the disk has no room for are SIGBUS when they are written: so it runs in a child."""
     url = str(tmp_path / "other" / "store")
     Store.create(url, fsync=False).close()

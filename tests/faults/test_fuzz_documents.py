@@ -122,7 +122,7 @@ def test_some_mutated_stores_give_right_data_or_an_error_of_the_tree(tmp_path: P
     )
 
 
-def test_some_damaged_trainings_are_restored_right_or_with_an_error_of_the_tree(tmp_path: Path) -> None:
+def test_some_damaged_trainings_are_restored_right_or_raise_library_errors(tmp_path: Path) -> None:
     tally = run(tmp_path, ["--training", "--doors", "2", "--count", str(CI_TRAININGS)])
 
     assert not tally.failures, str(tally)

@@ -113,9 +113,7 @@ def test_a_store_whose_processes_are_killed_keeps_what_was_acknowledged(launcher
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_a_store_whose_processes_are_killed_two_hundred_times_keeps_what_was_acknowledged(
-    launcher: Launcher, tmp_path: Path
-) -> None:
+def test_a_store_keeps_what_was_acknowledged_over_two_hundred_kills(launcher: Launcher, tmp_path: Path) -> None:
     found = kill_often(launcher, tmp_path, SOAK_KILLS, seed=2)
     sys.stdout.write(f"{SOAK_KILLS} kills: {dict(found)}\n")
 
@@ -150,9 +148,7 @@ def test_a_training_goes_on_while_those_who_compact_and_delete_are_killed(launch
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_a_long_training_goes_on_while_those_who_compact_and_delete_are_killed(
-    launcher: Launcher, tmp_path: Path
-) -> None:
+def test_a_long_training_goes_on_while_compaction_and_gc_are_killed(launcher: Launcher, tmp_path: Path) -> None:
     kills = train_beside_killed_maintenance(launcher, tmp_path, rounds=600, seed=2)
 
     sys.stdout.write(f"600 saves beside {kills} kills\n")

@@ -426,7 +426,7 @@ def live(backend: Backend, seed: int) -> Life:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", SERVERS, indirect=True)
-def test_a_life_on_a_server_with_a_faulty_network_loses_and_doubles_nothing(backend: Backend) -> None:
+def test_a_life_on_a_faulty_network_loses_and_doubles_nothing(backend: Backend) -> None:
     life = live(backend, 1)
 
     assert sum(backend.proxy.faults.values()) > 20
@@ -436,7 +436,7 @@ def test_a_life_on_a_server_with_a_faulty_network_loses_and_doubles_nothing(back
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("backend", SERVERS, indirect=True)
-def test_many_lives_on_a_server_with_a_faulty_network_lose_and_double_nothing(
+def test_many_lives_on_a_faulty_network_lose_and_double_nothing(
     backend: Backend,
 ) -> None:
     failures, saves = [], 0

@@ -269,7 +269,7 @@ def sweep(kind: str, faults: tuple[FaultKind, ...], *, every: int, calls_hit: in
     return count
 
 
-def test_a_rank_that_cannot_read_the_record_of_a_won_save_goes_on_with_the_others() -> None:
+def test_a_rank_that_cannot_read_its_won_record_goes_on_with_the_others() -> None:
     files = prepared()
     calm = Run(files.fork()).start(train("rows"))
     reads = [call for call in calm.views[1].calls if call.operation == "read" and "/commits/" in call.path]

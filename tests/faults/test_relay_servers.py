@@ -39,9 +39,7 @@ def follow(url: str, options: dict[str, object], target: str) -> None:
 
 
 @pytest.mark.servers
-def test_a_relay_of_a_bucket_that_is_killed_again_and_again_serves_whole_versions(
-    s3_place: Place, tmp_path: Path
-) -> None:
+def test_a_relay_of_a_bucket_serves_whole_versions_however_often_killed(s3_place: Place, tmp_path: Path) -> None:
     target = str(tmp_path / "near")
     context = multiprocessing.get_context("spawn")
     with Store.create(s3_place.url, storage_options=s3_place.storage_options) as store:

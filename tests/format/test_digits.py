@@ -32,7 +32,7 @@ def room(values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
 
 @settings(deadline=None)
 @given(values=integers())
-def test_whatever_a_writer_may_choose_packs_as_the_reference_and_comes_back(values: npt.NDArray[Any]) -> None:
+def test_every_packing_that_a_writer_may_choose_equals_the_reference(values: npt.NDArray[Any]) -> None:
     low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
     for bases in digits.choices(low, high, values.dtype):
         planes, back = room(values), np.empty_like(values)

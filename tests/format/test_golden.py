@@ -88,7 +88,7 @@ def test_the_whole_log_of_a_golden_store_is_sound(case: str) -> None:
     assert versions == list(range(store.latest_version(), -1, -1))
 
 
-def test_row_ranges_and_single_rows_of_a_golden_store_are_cut_from_the_whole() -> None:
+def test_row_ranges_and_single_rows_of_a_golden_store_equal_the_whole() -> None:
     view = open_case("rows", 7).table("user")
     whole = view.read()
     rows = np.asarray([13, 0, 7, 7, 2])

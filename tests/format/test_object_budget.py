@@ -122,7 +122,7 @@ def test_a_list_that_fills_a_chunk_has_arrays_of_its_own(tmp_path: Path, monkeyp
         assert np.array_equal(store.snapshot().table(name).read(), given)
 
 
-def test_the_objects_of_a_commit_beside_its_segment_are_its_record_and_the_hint(tmp_path: Path) -> None:
+def test_a_commit_puts_its_record_and_the_hint_beside_its_segment(tmp_path: Path) -> None:
     store, version = saved(tmp_path, 1, 0, 1)
 
     outside = {item.key for item in store.storage.list_objects("") if not item.key.startswith("data/")}
@@ -183,7 +183,7 @@ def test_a_document_that_stays_costs_no_object_and_outlives_a_compaction(
     assert verify_store(store, deep=True).is_sound
 
 
-def test_a_plain_zarr_reader_opens_the_add_rows_at_the_path_of_the_manifest(tmp_path: Path) -> None:
+def test_a_plain_zarr_reader_opens_add_rows_at_the_manifests_path(tmp_path: Path) -> None:
     store, version = saved(tmp_path, 2, 1, 2)
     manifest = open_segment(store, version).manifest
     folder = tmp_path / "store" / "data" / store.record(version).chain[-1].seg

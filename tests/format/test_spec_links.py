@@ -85,7 +85,7 @@ def test_every_requirement_has_tests_and_every_test_exists() -> None:
         assert name in names_in(path), f"{identifier}: {test} does not exist"
 
 
-def test_the_operations_of_the_vectors_and_the_kinds_of_errors_are_those_of_the_code() -> None:
+def test_vector_operations_and_error_kinds_are_those_of_the_code() -> None:
     operations = set(re.findall(r"^\| `(\w+)` `key`|^\| `(reseal)` \|", by_section()["A"], re.MULTILINE))
     last_cells = re.findall(r"\|([^|]*)\|$", by_section()["11.1"], re.MULTILINE)
     kinds = set(re.findall(r"`(\w+)`", " ".join(last_cells)))

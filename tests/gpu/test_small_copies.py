@@ -97,7 +97,7 @@ def test_small_copies_equal_gather_rows(data: st.DataObject) -> None:
     assert staged.size_bytes == sum(one.nbytes for named in staged.tensors.values() for one in named.values())
 
 
-def test_a_row_outside_of_a_small_table_is_refused_before_anything_is_copied() -> None:
+def test_a_row_outside_of_a_small_table_is_refused_before_any_copy() -> None:
     buffers, good = StagingBuffers(), torch.ones(4, 2)
     buffers.gather({"good": RowRequest(np.arange(4), {"weight": good})}).release()
     requests = {

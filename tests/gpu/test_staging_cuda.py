@@ -134,7 +134,7 @@ def test_two_saves_of_a_gpu_are_held_at_a_time() -> None:
     buffers.free()
 
 
-def test_codes_of_a_gpu_are_those_of_the_store_and_floats_where_there_are_none() -> None:
+def test_codes_of_a_gpu_are_the_stores_and_floats_where_there_are_none() -> None:
     weight = torch.randn(3000, 64, device="cuda")
     rows = weight.cpu().numpy()
     buffers = StagingBuffers(quantize={"t": LatticeCodes(1e-3)})

@@ -204,7 +204,7 @@ def test_gather_waits_for_a_release_by_another_thread_and_reports_the_wait() -> 
     assert second.tensors["t"]["weight"].unique().tolist() == [2]
 
 
-def test_memory_released_before_its_copies_arrived_is_not_used_until_they_did(transfer: GatedTransfer) -> None:
+def test_memory_released_before_its_copies_arrived_waits_for_them(transfer: GatedTransfer) -> None:
     buffers = StagingBuffers(count=1, transfer=transfer)
     buffers.gather(request(1)).release()
 
@@ -269,7 +269,7 @@ def test_an_error_does_not_hide_behind_an_earlier_save(transfer: GatedTransfer) 
     assert first.tensors["t"]["weight"].unique().tolist() == [1]
 
 
-def test_bad_rows_are_refused_by_the_gather_itself_and_its_memory_is_free_again(transfer: GatedTransfer) -> None:
+def test_bad_rows_are_refused_by_the_gather_and_its_memory_is_free_again(transfer: GatedTransfer) -> None:
     buffers = StagingBuffers(count=1, transfer=transfer)
     transfer.gate.set()
 

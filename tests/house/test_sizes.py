@@ -1,8 +1,9 @@
-"""How large files, classes and constructors may be, and that one class name has one meaning."""
+"""How large files, classes and constructors may be, how long names of tests, and one meaning for one class name."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -13,6 +14,7 @@ TESTS = Path(__file__).parents[1]
 MOST_LINES_OF_A_FILE = 600
 MOST_LINES_OF_A_CLASS = 400
 MOST_PARAMETERS = 12
+MOST_LETTERS_OF_A_TEST = 70
 
 
 def files() -> list[Path]:
@@ -40,6 +42,15 @@ def test_files_and_classes_can_be_read_in_one_sitting() -> None:
     long |= {node.name for _, node in classes() if (node.end_lineno or 0) - node.lineno + 1 > MOST_LINES_OF_A_CLASS}
 
     assert long == set()
+
+
+def test_names_of_tests_are_one_short_sentence() -> None:
+    names = {
+        name for file in sources(TESTS) for name in re.findall(r"^ *def (test_\w+)", file.read_text(), re.MULTILINE)
+    }
+
+    assert len(names) > 2000
+    assert {name for name in names if len(name) > MOST_LETTERS_OF_A_TEST} == set()
 
 
 def test_constructors_take_few_parameters() -> None:

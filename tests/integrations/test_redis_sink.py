@@ -427,9 +427,7 @@ def test_no_secret_is_in_what_is_said(redis_server: RedisServer, prefix: str) ->
     assert redis_server.password not in RedisSink.connect(redis_server.url, prefix).name
 
 
-def test_a_server_that_evicts_any_key_is_refused_and_one_that_is_full_keeps_its_version(
-    own_redis: RedisServer, prefix: str
-) -> None:
+def test_a_server_that_evicts_is_refused_and_a_full_one_keeps_its_version(own_redis: RedisServer, prefix: str) -> None:
     sink, reader = opened(own_redis, prefix), reader_of(own_redis, prefix)
     write(sink, 1, full=True)
     with own_redis.client() as client:

@@ -58,7 +58,7 @@ def test_a_server_restored_to_an_older_version_takes_no_batch_on_top(
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("full", [False, True])
-def test_a_server_restored_within_a_batch_does_not_commit_what_is_left_of_it(
+def test_a_server_restored_within_a_batch_does_not_commit_the_rest_of_it(
     redis_server: RedisServer, prefix: str, full: bool
 ) -> None:
     sink, reader = opened(redis_server, prefix), reader_of(redis_server, prefix)

@@ -70,7 +70,7 @@ def test_delayed_put_that_lands_before_the_retry_is_ours(inner: IsolatedMemoryFi
     assert open_log(calm(inner)).latest() == entry
 
 
-def test_retries_send_identical_bytes_with_growing_pauses_until_the_deadline(
+def test_retries_send_the_same_bytes_with_growing_pauses_to_the_deadline(
     inner: IsolatedMemoryFileSystem,
 ) -> None:
     head = with_versions(inner, 3)

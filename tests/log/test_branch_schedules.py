@@ -146,7 +146,7 @@ def entries_of(main: CommitLog, uuid: str) -> list[LogEntry]:
 
 
 @pytest.mark.parametrize("block", range(8))
-def test_no_interleaving_loses_a_save_of_a_branch_or_leaves_one_that_nothing_keeps(block: int) -> None:
+def test_no_interleaving_loses_or_leaks_a_save_of_a_branch(block: int) -> None:
     worlds = run_worlds(range(25 * block, 25 * block + 25))
 
     # The schedules do collide: branches are forked, written and dropped in the same block.

@@ -75,7 +75,7 @@ def uuid_of(store: Store, name: str) -> str:
     return branches.find_branch(store.head().record, name).uuid
 
 
-def test_a_branch_starts_with_the_state_of_its_fork_point_and_copies_nothing(store: Store) -> None:
+def test_a_branch_has_the_state_of_its_fork_point_and_copies_nothing(store: Store) -> None:
     point = store.snapshot(step=2)
     data = objects(store, DATA)
 
@@ -502,7 +502,7 @@ def test_a_torn_record_of_a_branch_hurts_that_branch_alone(store: Store) -> None
         save(writer, 4, 3, 4)
 
 
-def test_a_branch_with_torn_newest_records_can_be_dropped_and_its_writer_is_fenced(store: Store) -> None:
+def test_a_branch_with_torn_records_is_dropped_and_fences_its_writer(store: Store) -> None:
     branch = store.fork("trial")
     with branch.writer() as writer:
         writer.restore()
@@ -573,7 +573,7 @@ def test_verify_names_what_follows_the_end_of_a_branch(store: Store, monkeypatch
     assert any("follows the record that closed its branch" in message for message in messages(branch))
 
 
-def test_verify_names_a_pin_that_went_another_way_than_by_the_end_of_its_branch(store: Store) -> None:
+def test_verify_names_a_pin_that_went_before_its_branch_ended(store: Store) -> None:
     store.fork("trial")
     assert messages(store) == []
 

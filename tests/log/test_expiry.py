@@ -146,7 +146,7 @@ def test_what_is_missing_of_a_live_version_stays_damage(store: Store, fs: Isolat
     assert [problem.path for problem in verify_store(store, deep=True).problems] == [codes]
 
 
-def test_a_segment_that_two_versions_share_is_missed_as_part_of_the_one_that_is_read(
+def test_a_missing_shared_segment_is_named_for_the_version_that_is_read(
     store: Store, fs: IsolatedMemoryFileSystem
 ) -> None:
     """A reader opened for a version that expired said so of every later version that shared its segment."""

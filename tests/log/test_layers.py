@@ -95,7 +95,7 @@ def test_a_record_holds_little_and_each_layer_is_half_of_the_one_below() -> None
         assert len(sizes) <= MAX_LAYERS
 
 
-def test_names_that_come_and_go_at_the_limit_are_not_written_again_and_again() -> None:
+def test_names_that_come_and_go_at_the_limit_are_not_rewritten_each_time() -> None:
     log, tags = Log(), {f"tag {number:04d}": 1 for number in range(540)}
     for number in range(200):
         changed = {**tags, **{f"more {n}": 1 for n in range(5)}} if number % 2 else tags

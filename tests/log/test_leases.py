@@ -124,7 +124,7 @@ def test_an_expiry_between_the_look_and_the_put_is_seen_by_the_second_look(store
         store.lease(3)
 
 
-def test_a_head_that_expired_between_two_requests_is_left_for_the_newer_one(store: Store) -> None:
+def test_a_head_that_expired_between_two_requests_gives_way_to_the_newer(store: Store) -> None:
     other = Store.open_on(storage_from_filesystem(store.storage._fs, "store"))  # type: ignore[attr-defined]
 
     def move_on() -> None:

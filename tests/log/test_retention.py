@@ -53,7 +53,7 @@ def live_after(record: CommitRecord, planned: RetentionPlan, versions: Iterable[
     return [one.version for one in versions if is_live(expired, one.version)]
 
 
-def test_the_newest_checkpoints_stay_and_the_floor_moves_to_the_first_of_them() -> None:
+def test_the_newest_checkpoints_stay_and_the_floor_is_the_first_of_them() -> None:
     planned = plan(log(1, 2, 3, 4, 5), RetentionPolicy(keep_last=2))
 
     assert (staying(planned), planned.floor, planned.kept) == ([3, 4], 3, ())
@@ -74,7 +74,7 @@ def test_records_without_a_state_of_their_own_stay_with_their_neighbour() -> Non
     assert (staying(planned), planned.floor, planned.kept) == ([2, 3, 4, 5, 6], 2, ())
 
 
-def test_below_the_floor_the_commit_that_made_a_state_stands_for_the_records_behind_it() -> None:
+def test_the_commit_of_a_state_stands_for_records_after_it_below_the_floor() -> None:
     planned = plan(log(1, 0, 0, 2, 3), RetentionPolicy(keep_last=1, keep_every=1), floor=3, kept=(0, 1, 2))
 
     assert (staying(planned), planned.kept) == ([0, 3, 4], (0,))
@@ -141,7 +141,7 @@ def test_a_cursor_keeps_its_own_version_below_a_gap_too() -> None:
     assert 1 in staying(planned)
 
 
-def test_a_log_without_a_checkpoint_loses_nothing_but_what_came_before_its_state() -> None:
+def test_a_log_without_a_checkpoint_loses_only_what_came_before_its_state() -> None:
     planned = plan(log(0, 0, 0), ONE)
 
     assert (staying(planned), planned.floor, planned.going) == ([0, 1, 2], 0, ())
@@ -160,7 +160,7 @@ def test_the_floor_never_goes_back() -> None:
     assert (planned.floor, planned.kept, planned.going) == (2, (0, 1), ())
 
 
-def test_a_checkpoint_after_a_rollback_supersedes_the_one_that_was_given_up() -> None:
+def test_a_checkpoint_after_a_rollback_supersedes_the_abandoned_one() -> None:
     """`checkpoint` counts on from the target, so 3 comes twice."""
     planned = plan(log(1, 2, 3, 2, 3), RetentionPolicy(keep_last=2))
 

@@ -115,7 +115,7 @@ def test_untagging_and_two_collections_leave_nothing(store: Store, tmp_path: Pat
     assert store.tags() == {}
 
 
-def test_a_dry_run_lists_the_side_objects_that_would_go_and_changes_nothing(store: Store, tmp_path: Path) -> None:
+def test_a_dry_run_lists_side_objects_that_would_go_and_changes_nothing(store: Store, tmp_path: Path) -> None:
     """It said that there was nothing to do."""
     tag(store, 0, 30)
     store.tag("last", store.latest_version())

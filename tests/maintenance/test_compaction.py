@@ -237,7 +237,7 @@ def test_a_live_writer_goes_on_before_during_and_after(store: Store) -> None:
     assert compare(store.url) > 0
 
 
-def test_a_writer_keeps_its_mirrors_where_the_compacted_chain_cannot_be_opened_at_once() -> None:
+def test_a_writer_keeps_its_mirrors_if_the_compacted_chain_does_not_open() -> None:
     """The save was acknowledged, and the next one needed a restore of all tables."""
     files, down = IsolatedMemoryFileSystem(), False
 
@@ -262,7 +262,7 @@ def test_a_writer_keeps_its_mirrors_where_the_compacted_chain_cannot_be_opened_a
     assert verify_store(store, deep=True).is_sound
 
 
-def test_a_reply_that_is_cut_while_the_compacted_chain_is_opened_costs_nothing() -> None:
+def test_a_reply_cut_while_the_compacted_chain_is_opened_costs_nothing() -> None:
     """The manifest looked damaged, so the mirrors were given up."""
     files = IsolatedMemoryFileSystem()
     store = Store.create_on(storage_from_filesystem(files, "/root"), threads=1, retry=QUICK)
@@ -277,7 +277,7 @@ def test_a_reply_that_is_cut_while_the_compacted_chain_is_opened_costs_nothing()
         training.check()
 
 
-def test_a_compacted_chain_that_stays_damaged_is_refused_once_and_healed_by_a_full() -> None:
+def test_a_damaged_compacted_chain_is_refused_once_until_a_baseline() -> None:
     files = IsolatedMemoryFileSystem()
     store = Store.create_on(storage_from_filesystem(files, "/root"), threads=1, retry=QUICK)
     training = Training(store)
@@ -364,7 +364,7 @@ def test_a_run_that_is_gone_is_given_up(store: Store, training: Training, what: 
         training.check()
 
 
-def test_a_chain_that_is_replaced_and_deleted_while_it_is_looked_at_is_given_up() -> None:
+def test_a_chain_replaced_and_deleted_while_it_is_read_is_given_up() -> None:
     """It was called damaged, which keeps maintenance from deleting anything."""
     files = IsolatedMemoryFileSystem()
     other = Store.create_on(storage_from_filesystem(files, "/root"), threads=1)
@@ -448,7 +448,7 @@ def test_an_unknown_outcome_is_said_and_what_was_written_stays() -> None:
 # ---- dense tensors
 
 
-def test_a_delta_finds_the_tensors_of_a_segment_that_was_compacted_meanwhile(store: Store, training: Training) -> None:
+def test_a_delta_finds_the_tensors_of_a_segment_compacted_meanwhile(store: Store, training: Training) -> None:
     with store.writer() as writer:
         writer.restore()
         training.delta(writer, before_commit=lambda: compact_run(store, run=ALL))

@@ -106,7 +106,7 @@ def test_a_compacted_chain_is_short_and_small(
 
 @given(st.integers(2, 8), size_of_deltas, st.integers(1, 9), st.sampled_from([0.1, 0.7, 1.0]), st.integers(0, 9))
 @settings(max_examples=100, deadline=None)
-def test_each_byte_is_written_again_once_per_tier_and_each_baseline_is_paid_for(
+def test_each_byte_is_rewritten_once_per_tier_and_each_baseline_pays_off(
     fanout: int, kind: str, every: int, kept: float, seed: int
 ) -> None:
     random = np.random.default_rng(seed)

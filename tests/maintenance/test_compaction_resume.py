@@ -94,7 +94,7 @@ def finish(store: Store, training: Training, expected: dict[str, bytes] | None =
 
 
 @pytest.mark.parametrize("done", [0, 1, TASKS])
-def test_what_was_done_is_kept_and_the_result_is_that_of_an_undisturbed_one(
+def test_a_resumed_run_keeps_what_was_done_and_equals_an_undisturbed_one(
     store: Store, training: Training, tmp_path: Path, done: int
 ) -> None:
     expected = undisturbed(store, tmp_path)
@@ -168,7 +168,7 @@ def test_a_task_whose_objects_are_not_as_they_were_is_done_again(
     assert finish(store, training, expected).reused_tasks == 1
 
 
-def test_a_task_that_is_missing_although_all_else_is_there_is_not_passed_over(
+def test_a_task_that_lost_its_receipt_is_done_again(
     store: Store, training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*_: object) -> None:
@@ -216,9 +216,7 @@ def test_a_run_that_the_policy_would_not_choose_any_more_is_finished_first(store
     training.check()
 
 
-def test_a_transaction_that_was_declared_dead_is_not_taken_up_even_if_that_was_forgotten(
-    store: Store, training: Training
-) -> None:
+def test_a_transaction_declared_dead_is_not_resumed_even_if_forgotten(store: Store, training: Training) -> None:
     with pytest.raises(Stopped):
         compact_run(store, run=ALL, progress=stop_behind(2))
     txn = lease_of(store).txn
@@ -279,7 +277,7 @@ def test_a_lease_that_says_what_no_compaction_says_costs_work_at_most(
     assert finish(store, training).reused_tasks == reused
 
 
-def test_a_lease_that_hides_that_its_segment_was_committed_does_not_alter_it(store: Store, training: Training) -> None:
+def test_a_lease_does_not_alter_a_segment_that_was_committed_meanwhile(store: Store, training: Training) -> None:
     """Its base is later than that of the segment, so that nobody would read the record that committed it."""
     version = store.latest_version()
     first = compact_run(store, run=ALL)
@@ -339,7 +337,7 @@ def test_a_lease_that_cannot_be_put_holds_nobody_up() -> None:
     training.check()
 
 
-def test_a_crash_at_any_storage_call_leaves_a_whole_state_and_a_run_that_is_taken_up() -> None:
+def test_a_crash_at_any_call_leaves_a_whole_state_and_a_run_to_resume() -> None:
     inner = IsolatedMemoryFileSystem()
     quick = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)
 

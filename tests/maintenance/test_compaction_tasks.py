@@ -275,7 +275,7 @@ def test_a_table_that_begins_anew_may_be_cut_anew() -> None:
     assert compactable_run(manifests, Run(1, 3, "delta", "why")) == Run(1, 3, "delta", "why")
 
 
-def test_a_life_that_looks_like_the_one_before_the_run_is_not_put_behind_it() -> None:
+def test_a_table_life_like_the_one_before_the_run_is_not_put_after_it() -> None:
     tables: dict[str, TableSchema] = {"t": schema_of(10, 6)}
     manifests = chain_of(tables, {"t": whole(10, 6)}, {}, {"t": whole(10, 6)})
     manifests[1] = msgspec.structs.replace(manifests[1], tables={})

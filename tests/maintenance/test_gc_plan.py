@@ -127,7 +127,7 @@ def test_a_name_that_another_log_has_committed_is_taken_back() -> None:
     assert due_segments([main, trial], {segment(1), segment(2)}, set(), NOW) == []
 
 
-def test_names_whose_folder_is_gone_leave_with_the_next_record_and_are_no_reason_for_one() -> None:
+def test_names_without_a_folder_leave_with_the_next_record_and_cause_none() -> None:
     quiet = plan([log([[1]], aborted={txn(9): NOW})], [1])
     busy = plan([log([[1], [2]], aborted={txn(9): NOW})], [1, 2])
 
@@ -177,7 +177,7 @@ def test_folders_of_nobody_are_given_up_by_age() -> None:
     assert {report.name: report.state for report in found.segments}[segment(9)] == "young"
 
 
-def test_where_the_storage_tells_no_times_folders_of_nobody_go_only_if_no_age_is_asked_for() -> None:
+def test_unreferenced_folders_without_times_go_only_if_no_age_is_asked_for() -> None:
     ages = {segment(9): FolderAge(None, 5)}
 
     assert plan([log([[1]])], [1, 9], ages=ages).steps == ()
@@ -196,7 +196,7 @@ def test_a_folder_with_the_transaction_of_a_needed_segment_is_left() -> None:
     assert found.steps == ()
 
 
-def test_many_names_are_divided_over_records_and_the_first_ones_leave_no_version_without_its_segments() -> None:
+def test_many_names_are_split_over_records_that_each_keep_versions_whole() -> None:
     view = log([[number] for number in range(1, 11)], kept=(), floor=0)
 
     found = plan([view], list(range(1, 11)), batch=4)
@@ -218,7 +218,7 @@ def test_a_segment_of_a_version_that_stays_and_is_not_listed_is_missing() -> Non
     assert missing_segments(plan([view], [2]), [view], {segment(2)}) == []
 
 
-def test_a_log_of_many_checkpoints_and_long_chains_is_given_up_but_for_the_newest() -> None:
+def test_a_log_of_many_checkpoints_is_deleted_but_for_the_newest() -> None:
     chains = [list(range(max(1, version - version % 50), version + 2)) for version in range(2000)]
 
     found = plan([log(chains)], range(1, 2001), policy=RetentionPolicy(keep_last=3), ages={})

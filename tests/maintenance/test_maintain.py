@@ -123,7 +123,7 @@ def outcomes(report: MaintenanceReport) -> list[tuple[str, str | None, str]]:
     return [(stage.stage.kind, stage.stage.branch, stage.outcome) for stage in report.stages]
 
 
-def test_a_run_compacts_every_log_and_deletes_what_that_frees_and_changes_no_state(store: Store) -> None:
+def test_a_run_compacts_every_log_deletes_what_is_free_and_keeps_states(store: Store) -> None:
     before = bytes_of(store.snapshot()), bytes_of(store.on_branch("trial").snapshot())
 
     report = at_once(store)
@@ -180,7 +180,7 @@ def test_without_any_time_nothing_is_compacted_and_the_next_run_does_it(store: S
     assert read_status(store).heads[0].chain_length <= SHORT.max_chain
 
 
-def test_time_that_runs_out_in_a_chain_stops_it_after_the_compact_that_was_begun(store: Store) -> None:
+def test_a_run_out_of_time_stops_after_the_compaction_that_was_begun(store: Store) -> None:
     now = [0.0]
 
     def clock() -> float:
@@ -194,7 +194,7 @@ def test_time_that_runs_out_in_a_chain_stops_it_after_the_compact_that_was_begun
     assert [report.outcome for report in reports] == ["committed", "planned"]
 
 
-def test_a_log_that_fails_is_reported_and_the_others_and_the_collection_run(fs: IsolatedMemoryFileSystem) -> None:
+def test_a_failing_log_is_reported_and_the_others_and_the_collection_run(fs: IsolatedMemoryFileSystem) -> None:
     build(storage_from_filesystem(fs, "store"))
     head = Store.open_on(storage_from_filesystem(fs, "store")).latest_version()
 
@@ -324,7 +324,7 @@ def test_what_waits_for_the_grace_is_counted_in_the_note(store: Store) -> None:
         {"workers": 0},
     ],
 )
-def test_an_argument_that_cannot_be_meant_is_refused_before_anything_is_done(
+def test_a_meaningless_argument_is_refused_before_anything_is_done(
     store: Store, fs: IsolatedMemoryFileSystem, options: dict[str, Any]
 ) -> None:
     before = files(fs)

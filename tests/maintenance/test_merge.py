@@ -142,7 +142,7 @@ def test_exact_rows_stay_exact(store: Store, workers: Workers) -> None:
 
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("start", [0, 1])
-def test_codes_that_outgrow_int16_are_written_again_and_leave_no_other_object(
+def test_codes_that_outgrow_int16_are_rewritten_and_leave_no_other_object(
     store: Store, workers: Workers, start: int
 ) -> None:
     values = np.full((200, 2), 20_000, np.float32)
@@ -173,7 +173,7 @@ def test_codes_that_outgrow_int16_are_written_again_and_leave_no_other_object(
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_who_does_a_task_again_never_puts_other_bytes_where_the_result_lies(
+def test_a_repeated_task_never_puts_other_bytes_where_the_result_is(
     store: Store, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Narrow codes were put in the place of the wide ones, until these came again: a reader met damage meanwhile."""
@@ -200,9 +200,7 @@ def test_who_does_a_task_again_never_puts_other_bytes_where_the_result_lies(
     assert len(puts) > len(before.keys() & set(puts)) == len(before)
 
 
-def test_differences_of_sixteen_bit_floats_may_need_int32_where_their_codes_do_not(
-    store: Store, workers: Workers
-) -> None:
+def test_differences_of_16_bit_floats_may_need_int32_where_codes_do_not(store: Store, workers: Workers) -> None:
     low, high = np.full((3, 2), -60_000, np.float16), np.full((3, 2), 60_000, np.float16)
     small = np.full((3, 2), 1, np.float16)
     readers = write(
@@ -496,7 +494,7 @@ def test_a_difference_to_a_row_that_the_run_takes_the_codes_of_is_corrupt(
         refused(store, readers, (start, 3), whole(4, 2), workers)
 
 
-def test_a_difference_to_a_row_that_was_not_there_before_the_run_is_corrupt(store: Store, workers: Workers) -> None:
+def test_a_difference_to_a_row_that_did_not_exist_before_is_corrupt(store: Store, workers: Workers) -> None:
     values = np.ones((4, 2), np.float32)
     first, grown, moved = write(
         store,

@@ -63,7 +63,7 @@ def test_live_versions_are_counted_as_readers_see_them(
     assert count_live(head) == sum(is_live(head, version) for version in range(HEAD + 1))
 
 
-def test_a_heads_status_is_that_of_its_newest_checkpoint_whatever_stands_behind_it(store: Store) -> None:
+def test_a_heads_status_is_its_newest_checkpoints_whatever_comes_after(store: Store) -> None:
     checkpoint = store.head().record
     store.tag("release")
 

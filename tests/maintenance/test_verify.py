@@ -388,7 +388,7 @@ def test_versions_that_no_problem_hurts_are_restorable_newest_first(root: Path) 
     assert report.restorable == (3, 2)
 
 
-def test_a_version_of_which_something_was_not_read_is_not_called_restorable(root: Path) -> None:
+def test_a_version_that_was_not_read_whole_is_not_called_restorable(root: Path) -> None:
     with Store.open(str(root)) as store:
         assert verify_store(store, version=3).restorable == (3, 2)
 
@@ -411,7 +411,7 @@ def rewrite_head(root: Path, **changes: object) -> None:
     (root / NEWEST).write_bytes(encode_record(msgspec.structs.replace(record, **changes)))
 
 
-def test_an_altered_store_uuid_is_named_at_the_identity_though_a_position_was_superseded(root: Path) -> None:
+def test_an_altered_store_uuid_is_named_though_a_position_is_superseded(root: Path) -> None:
     (root / f"commits/{7:020d}.json").write_bytes(b"{")
     with Store.open(str(root)) as store:
         repair_store(store, dry_run=False)

@@ -221,7 +221,7 @@ def test_an_error_is_not_kept_and_those_who_waited_try_for_themselves(reader: Se
     assert cache.nbytes == CODE_BYTES
 
 
-def test_many_threads_in_a_small_cache_read_the_right_rows_within_the_bound(store: Store) -> None:
+def test_many_threads_in_a_small_cache_read_right_rows_within_the_bound(store: Store) -> None:
     cache = ChunkCache(3 * CODE_BYTES)
     expected = store.snapshot().table("t").read()
     view = store.snapshot(cache=cache).table("t")
@@ -247,7 +247,7 @@ def test_many_threads_in_a_small_cache_read_the_right_rows_within_the_bound(stor
     assert too_much == []
 
 
-def test_a_damaged_chunk_is_an_error_with_a_cache_too_and_read_again_once_it_is_whole(
+def test_a_damaged_chunk_is_an_error_with_a_cache_and_read_anew_when_whole(
     store: Store, storage: CountingStorage
 ) -> None:
     view = baseline_only(store, ChunkCache(1 << 20))

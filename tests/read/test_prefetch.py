@@ -128,7 +128,7 @@ def test_no_more_is_fetched_than_the_bound_before_it_is_taken(
     assert ahead._begun == {}, "bytes that nobody took would live as long as an error that names their reader"
 
 
-def test_an_object_that_was_not_begun_is_left_to_whoever_asks_and_not_fetched_any_more(
+def test_an_object_not_begun_is_left_to_whoever_asks_for_it(
     store: tuple[Store, list[Float32s]], storage: FarStorage
 ) -> None:
     readers, wanted = begun(store[0])
@@ -170,7 +170,7 @@ def test_few_are_fetched_at_once_when_few_are_left(store: tuple[Store, list[Floa
 
 
 @pytest.mark.parametrize("damage", ["flip", "remove"])
-def test_damage_is_raised_by_the_read_that_meets_it_and_nothing_is_left_running(
+def test_damage_is_raised_by_the_read_that_meets_it_and_leaves_no_thread(
     store: tuple[Store, list[Float32s]], storage: FarStorage, damage: str
 ) -> None:
     path = sorted(Path(storage.root).glob("data/*/*/set-0.codes/c/7/0"))[0]

@@ -162,7 +162,7 @@ def test_reads_refuse_what_does_not_fit(worlds: dict[str, tuple[Store, TableMode
 
 
 @pytest.mark.parametrize("mirror", ["memory", "mmap"])
-def test_codes_that_outgrow_int16_widen_the_mirror_in_a_delta_and_in_a_restore(mirror: Any) -> None:
+def test_codes_that_outgrow_int16_widen_the_mirror_in_deltas_and_restores(mirror: Any) -> None:
     store = new_store()
     values = np.ones((6, 2), np.float32)
     writer = store.writer(mirror=mirror)

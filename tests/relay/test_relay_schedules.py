@@ -207,7 +207,7 @@ def play(seed: int) -> World:
     return world
 
 
-def test_no_order_of_events_leaves_a_relay_with_anything_but_whole_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_order_of_events_leaves_a_relay_with_a_partial_version(monkeypatch: pytest.MonkeyPatch) -> None:
     with quick_retries(monkeypatch):
         for seed in range(SCHEDULES):
             try:

@@ -86,7 +86,7 @@ def race(folder: Path, compile_: Compile) -> list[float]:
     return run(a_process(folder, compile_), np.int32)
 
 
-def test_processes_that_compile_at_once_never_load_the_code_of_another_signature(tmp_path: Path) -> None:
+def test_processes_compiling_at_once_never_load_another_signatures_code(tmp_path: Path) -> None:
     """int32 rows went through code for float32, and arrays with gaps through code for arrays without."""
     assert race(tmp_path, jit.njit()) == [1.0, 2.0, 3.0]
 
@@ -165,7 +165,7 @@ def test_a_set_of_options_is_the_same_in_every_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["a number", "a kernel"])
-def test_code_with_the_older_number_or_kernel_of_another_file_is_never_loaded(tmp_path: Path, way: str) -> None:
+def test_code_with_an_older_constant_or_kernel_is_never_loaded(tmp_path: Path, way: str) -> None:
     """numba looks at the source of the kernel alone: a constant that changed in another file kept its old value."""
     (tmp_path / "kernel.py").write_text(SOURCE.replace("+ 1", "+ STEP" if way == "a number" else "+ STEP()"))
 

@@ -56,7 +56,7 @@ def test_only_rank_zero_acts_and_all_hear_of_it() -> None:
     assert rank_zero(OneRank(), lambda: 7) == 7
 
 
-def test_the_rank_that_failed_raises_its_own_error_and_the_others_one_of_its_kind() -> None:
+def test_the_failed_rank_raises_its_error_and_the_others_one_of_its_kind() -> None:
     own = BadShape("rows are missing", table="t", version=7)
 
     errors = on_all(thread_ranks(3), lambda rank: together(rank, failing(rank, 1, own)))
@@ -141,7 +141,7 @@ def test_a_rank_that_left_is_lost_to_all_and_its_line_stays_broken() -> None:
     assert [type(error) for error in on_all(ranks, lambda rank: together(rank, lambda: 1))] == [RankLost] * 3
 
 
-def test_a_rank_with_an_error_of_its_own_raises_that_even_if_nobody_listens() -> None:
+def test_a_rank_raises_its_own_error_even_if_no_other_rank_answers() -> None:
     ranks = thread_ranks(2)
     ranks[1].leave()
 

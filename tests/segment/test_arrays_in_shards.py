@@ -239,7 +239,7 @@ def test_damage_in_a_shard_is_an_error_that_names_it(store: Store, damage: str) 
     assert [problem.path.rpartition("/set-")[2] for problem in verify_store(store).problems] == ["0.codes/c/0/0"]
 
 
-def test_chunks_that_changed_places_under_a_true_digest_are_found_by_a_shallow_check(
+def test_swapped_chunks_under_a_true_digest_are_found_by_a_shallow_check(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(store, 173)
@@ -258,7 +258,7 @@ def test_chunks_that_changed_places_under_a_true_digest_are_found_by_a_shallow_c
         assert [problem.path.rpartition("/set-")[2] for problem in verify_store(other).problems] == ["0.codes/c/0/0"]
 
 
-def test_an_index_that_says_other_chunks_is_found_by_verify_and_read_by_nobody(store: Store) -> None:
+def test_an_index_of_other_chunks_is_found_by_verify_and_never_read(store: Store) -> None:
     """It is for plain Zarr readers; ours go by the manifest."""
     states = save(store, 173)
     damaged(store, "set-0.codes/c/1/0", lambda data: data[:-68] + data[-52:-36] + data[-68:-52] + data[-36:])
@@ -268,7 +268,7 @@ def test_an_index_that_says_other_chunks_is_found_by_verify_and_read_by_nobody(s
     assert problem.path.endswith("set-0.codes/c/1/0")
 
 
-def test_a_shard_whose_index_is_wrong_under_a_true_digest_is_found_by_verify(
+def test_a_wrong_shard_index_under_a_true_digest_is_found_by_verify(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = arrays.shard_index

@@ -135,7 +135,7 @@ def test_unchanged_rows_leave_whether_codes_or_floats_came_before() -> None:
 
 @pytest.mark.parametrize("keys", ["dense", "hashed"])
 @pytest.mark.parametrize("code", [MAX_CODE + 1, -MAX_CODE - 1, np.iinfo(np.int32).min])
-def test_codes_beyond_the_range_are_refused_as_bad_rows_and_the_largest_is_not(keys: str, code: int) -> None:
+def test_codes_beyond_the_range_are_bad_rows_and_the_largest_is_not(keys: str, code: int) -> None:
     codes = np.zeros((3, DIM), np.int32)
     codes[1, 2] = code
     with created() as store, store.writer() as writer:

@@ -177,7 +177,7 @@ def test_codes_in_order_are_smaller(store: Store, monkeypatch: pytest.MonkeyPatc
     assert sum(reader.chunk_bytes(codes, k) for k in chunks) < 0.95 * by_id
 
 
-def test_a_writer_goes_on_after_a_restore_and_a_compact_of_deltas_has_the_order_again(store: Store) -> None:
+def test_the_row_order_survives_a_restore_and_a_compaction_of_deltas(store: Store) -> None:
     table = Table()
     with store.writer() as writer:
         save(writer, table)

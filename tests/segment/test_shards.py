@@ -79,7 +79,7 @@ def cut_tables(draw: st.DrawFn) -> tuple[int, int, list[Rectangle]]:
 
 @LAW
 @given(cut_tables(), st.data())
-def test_any_cutting_of_a_table_tiles_it_and_no_piece_can_be_spared_or_doubled(
+def test_any_cut_of_a_table_tiles_it_and_no_piece_may_lack_or_repeat(
     table: tuple[int, int, list[Rectangle]], data: st.DataObject
 ) -> None:
     num_rows, dim, pieces = table

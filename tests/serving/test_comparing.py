@@ -68,7 +68,7 @@ def test_another_scale_is_another_unit_for_codes_alone(holds: Any, expected: typ
     store.close()
 
 
-def test_a_table_of_another_size_is_loaded_anew_where_rows_are_held_by_position() -> None:
+def test_a_resized_table_is_loaded_anew_where_rows_are_held_by_position() -> None:
     options = TableOptions.exact()
     for holding, expected in ((ServeAs(), BaseTable), (ServeAs(shard=HashShard(0, 2)), Overlay)):
         change = moved_to(np.ones((40, DIM), np.float32), np.ones((30, DIM), np.float32), holding, options).changes["t"]

@@ -217,7 +217,7 @@ def test_a_dropped_channel_is_told_and_what_it_was_stays(training: Training) -> 
         assert loader.version == later
 
 
-def test_compaction_rebaselining_rollback_and_records_without_a_state_are_followed(training: Training) -> None:
+def test_compactions_baselines_rollbacks_and_tags_are_followed(training: Training) -> None:
     first = training.save()
     with Loader(training.open()) as loader:
         for act in (
@@ -233,7 +233,7 @@ def test_compaction_rebaselining_rollback_and_records_without_a_state_are_follow
             caught_up(loader, training.store)
 
 
-def test_a_record_that_changes_nothing_costs_one_request_more_and_reads_nothing(training: Training, fs: Flaky) -> None:
+def test_a_record_that_changes_nothing_costs_one_more_request_and_no_read(training: Training, fs: Flaky) -> None:
     training.save()
     training.save()
     with Loader(training.open(fs)) as loader:

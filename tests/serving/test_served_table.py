@@ -85,7 +85,7 @@ def test_what_cannot_be_held_is_refused(encoding: Any, served: Any, holds: Any, 
         row_kind(schema, served, holds)
 
 
-def test_a_refined_shift_makes_another_kind_where_codes_are_held_and_none_where_values_are() -> None:
+def test_a_refined_scale_changes_the_kind_of_held_codes_and_not_of_values() -> None:
     before, after = schema_of(), schema_of(shift=1)
 
     assert row_kind(before) == row_kind(after)

@@ -153,7 +153,7 @@ def test_a_clean_end_takes_the_files_away_and_readers_keep_what_they_have(memory
     tables.close()
 
 
-def test_a_reader_that_missed_the_last_view_says_so_until_somebody_serves_again(memory: SharedMemory) -> None:
+def test_a_reader_that_missed_the_last_view_says_so_until_the_next_one(memory: SharedMemory) -> None:
     publisher = served(memory)
     tables = AttachedTables(memory.folder)
     publish(publisher, memory, 2)

@@ -53,7 +53,7 @@ def move_of(held: tuple[Any, str], *then: tuple[Any, str]) -> Any:
     return plan_update(entries[0], entries[-1])
 
 
-def test_the_same_chain_is_the_same_state_however_far_the_records_are_apart() -> None:
+def test_the_same_chain_is_the_same_state_however_far_apart_in_the_log() -> None:
     assert move_of(("delta", "Ba"), ("fence", "Ba")) == Same()
     assert move_of(("delta", "Ba"), ("delta", "Bab"), ("rollback", "Ba")) == Same()
     assert move_of(("init", ""), ("fence", "")) == Same()
@@ -64,7 +64,7 @@ def test_a_record_that_leaves_the_state_is_a_move_without_reading(kind: str) -> 
     assert move_of(("delta", "Bab"), (kind, "Bab")) == Same()
 
 
-def test_a_compaction_directly_behind_is_the_same_state_under_another_chain() -> None:
+def test_a_compaction_right_after_is_the_same_state_under_another_chain() -> None:
     assert move_of(("delta", "Bab"), ("compact", "C")) == Same()
     assert move_of(("delta", "Babc"), ("compact", "Bmc")) == Same()
 
@@ -98,7 +98,7 @@ def test_a_rollback_takes_deltas_back() -> None:
     assert move_of(("delta", "Ca"), ("rollback", "B")) == Compare()
 
 
-def test_a_rollback_and_a_delta_of_the_same_logical_count_are_not_the_delta_held() -> None:
+def test_a_delta_of_the_same_number_after_a_rollback_is_another_delta() -> None:
     entries = log(("delta", "Bab"), ("rollback", "Ba"), ("delta", "Bac"))
 
     assert entries[0].record.checkpoint == entries[2].record.checkpoint
@@ -132,7 +132,7 @@ def test_a_branch_begins_with_the_state_of_its_fork_point() -> None:
     assert plan_update(point, then) == Apply(chain("Bax")[2:])
 
 
-def test_records_of_the_same_positions_in_another_log_are_not_directly_behind() -> None:
+def test_records_of_another_log_do_not_follow_directly_at_any_position() -> None:
     held = log(("delta", "Bab"), first=4)[0]
     other = log(("baseline", "X"), ("compact", "Y"), first=4)[1]
 
@@ -169,7 +169,7 @@ def test_a_path_tells_more_than_its_ends() -> None:
     assert plan_path(entries[:1]) == Same()
 
 
-def test_a_path_with_something_else_in_it_is_planned_from_the_last_chain_of_the_state_held() -> None:
+def test_a_path_with_other_records_is_planned_from_the_last_chain_held() -> None:
     entries = log(("delta", "Ba"), ("compact", "C"), ("delta", "Cb"), ("delta", "Cc"))
     assert plan_update(entries[0], entries[-1]) == Compare()
     assert plan_path(entries) == Apply(chain("Cc")[1:])
@@ -182,7 +182,7 @@ def test_a_path_with_a_gap_is_no_path() -> None:
     assert plan_path([entries[0], entries[2]]) == Reread(chain("B"), chain("Ba")[1:], chain("Bm")[1:])
 
 
-def test_every_path_of_deltas_and_compactions_is_its_steps_one_after_another() -> None:
+def test_every_path_of_deltas_and_compactions_is_its_steps_in_order() -> None:
     entries = log(
         ("baseline", "B"), ("delta", "Ba"), ("compact", "C"), ("delta", "Cb"), ("delta", "Cbc"), ("compact", "Cm")
     )  # fmt: skip

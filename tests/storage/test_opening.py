@@ -481,7 +481,7 @@ def test_a_recipe_opens_the_same_place_elsewhere_and_shows_no_option(caplog: pyt
     assert again._fs.storage_options == storage._fs.storage_options  # type: ignore[attr-defined]
 
 
-def test_a_recipe_of_a_local_folder_does_not_depend_on_where_a_process_runs(
+def test_a_local_folders_recipe_does_not_depend_on_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

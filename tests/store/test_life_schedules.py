@@ -216,7 +216,7 @@ def test_saving_from_a_mirror_of_another_state_is_caught(monkeypatch: pytest.Mon
     assert violated_within(trainer, trainer)
 
 
-def test_a_mirror_of_another_state_makes_wrong_values_and_not_only_wrong_digests(
+def test_a_mirror_of_another_state_gives_wrong_values_not_just_digests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("cnr_store.write.commit_checks._check_digests", lambda receipts, base: None)

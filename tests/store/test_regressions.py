@@ -79,7 +79,7 @@ def test_a_table_may_be_named_like_the_receipt(store: Store) -> None:
     assert np.array_equal(store.snapshot().table("_receipt.json.zst").read(), values)
 
 
-def test_a_failed_full_that_gave_up_its_mirror_needs_a_restore_before_the_next_delta(store: Store) -> None:
+def test_a_failed_baseline_that_dropped_its_mirror_needs_a_restore_first(store: Store) -> None:
     values = np.ones((4, 2), np.float32)
     writer = store.writer()
     with writer.begin(1) as txn:
@@ -215,7 +215,7 @@ def test_a_document_too_deep_to_parse_is_corruption_not_a_crash(store: Store) ->
     monkey.undo()
 
 
-def test_a_refused_restore_after_a_rollback_leaves_no_state_that_was_rolled_back(store: Store) -> None:
+def test_a_refused_restore_leaves_no_state_that_was_rolled_back(store: Store) -> None:
     """The head had moved, the mirrors had not: the next baseline committed what the rollback had taken back."""
     writer = store.writer()
     with writer.begin(1) as txn:
@@ -342,7 +342,7 @@ def test_chunks_of_exact_rows_are_no_larger_than_those_of_codes(store: Store, mo
     assert np.isnan(store.snapshot().table("t").read()).all()
 
 
-def test_a_save_that_could_not_follow_compaction_leaves_the_writer_as_it_was() -> None:
+def test_a_save_that_cannot_follow_a_compaction_keeps_the_writers_state() -> None:
     """The writer stood at the new head with the old chain's state: its next delta was refused as DoesNotApply.
 
     Then a save that a look at the log would have served failed for want of that look, in the training's own thread.
@@ -372,7 +372,7 @@ def test_a_save_that_could_not_follow_compaction_leaves_the_writer_as_it_was() -
     assert np.array_equal(store.snapshot().table("t").read(), values[[3, 1, 2, 3]])
 
 
-def test_a_save_whose_chain_was_compacted_and_deleted_meanwhile_is_told_so_and_not_that_the_store_is_corrupt() -> None:
+def test_a_save_whose_chain_was_compacted_away_is_not_called_corrupt() -> None:
     """A one-shot delta reads which rows the chain changed: it raised MissingObject, "run `cnr verify`"."""
     files = IsolatedMemoryFileSystem()
     values = np.zeros((4, 2), np.float32)

@@ -58,7 +58,7 @@ def assert_ends_with(done: Outcome, code: int) -> None:
     assert "Traceback" not in done.err
 
 
-def test_compact_compacts_until_there_is_nothing_to_do_and_changes_no_state(root: Path) -> None:
+def test_compact_runs_until_there_is_nothing_to_do_and_changes_no_state(root: Path) -> None:
     before = state(root)
 
     done = cnr("compact", root, "--max-chain", 2, "--json")
@@ -190,7 +190,7 @@ def test_gc_keeps_what_its_options_say(root: Path, options: tuple[str, ...], kep
     assert {version for version in stays if version < 12} == kept
 
 
-def test_maintain_compacts_expires_and_deletes_and_a_second_run_has_nothing_to_do(root: Path) -> None:
+def test_maintain_compacts_expires_deletes_and_then_has_nothing_to_do(root: Path) -> None:
     before = state(root)
 
     first = cnr("maintain", root, "--max-chain", 2, "--keep-last", 1, *AT_ONCE, "--budget", "30m", "--json")
@@ -240,7 +240,7 @@ def test_maintain_that_the_budget_ends_says_so_by_its_code(root: Path) -> None:
     assert done.document["outcome"] == "stopped"
 
 
-def test_maintain_of_a_damaged_store_deletes_nothing_and_ends_as_corruption_does(root: Path) -> None:
+def test_maintain_of_a_damaged_store_deletes_nothing_and_exits_as_corrupt(root: Path) -> None:
     spoil(root)
     folders = sorted((root / "data").iterdir())
 
@@ -327,7 +327,7 @@ def test_maintain_of_a_torn_log_does_nothing_and_tells_the_monitor(root: Path, t
     assert [(family.name, family.samples[0].value) for family in families] == [("cnr_up", 0)]
 
 
-def test_maintain_in_a_process_of_its_own_compacts_behind_a_writer_that_goes_on(tmp_path: Path) -> None:
+def test_maintain_in_its_own_process_compacts_beside_a_writer_that_goes_on(tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     random = np.random.default_rng(5)
     values = random.normal(size=(300, 8)).astype(np.float32)

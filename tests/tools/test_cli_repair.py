@@ -68,7 +68,7 @@ def test_a_torn_newest_record_is_superseded_and_the_store_verifies(root: Path) -
     assert cnr("repair", root).code == 0
 
 
-def test_after_a_spoilt_delta_the_store_goes_on_from_the_version_before_it_and_says_what_is_lost(root: Path) -> None:
+def test_a_store_goes_on_before_a_spoilt_delta_and_names_what_is_lost(root: Path) -> None:
     spoil_last_delta(root)
 
     done = cnr("repair", root)

@@ -165,7 +165,7 @@ def test_resume_in_place_equals_the_uninterrupted_run_bit_for_bit(log: ClickLog,
     _assert_same_bits(_bits(model, optimizers), _bits(resumed, resumed_optimizers))
 
 
-def test_resume_through_state_dicts_equals_the_uninterrupted_run_bit_for_bit(log: ClickLog) -> None:
+def test_a_resume_through_state_dicts_equals_the_uninterrupted_run(log: ClickLog) -> None:
     past, _ = split_by_time(log)
     model, optimizers = _start(log)
     batches = TimeOrderedBatches(past, 256, max_batches=30)

@@ -89,7 +89,7 @@ def children() -> set[int]:
 # ---- what is asked for
 
 
-def test_numbers_that_make_no_demonstration_are_refused_before_a_store_is_made(tmp_path: Path) -> None:
+def test_numbers_that_make_no_demo_are_refused_before_a_store_is_made(tmp_path: Path) -> None:
     options = ServeOptions(store=str(tmp_path / "store"))
 
     for bad in (replace(options, seconds=0), replace(options, kills=-1), replace(options, rows=10)):
@@ -260,7 +260,7 @@ def seen(life: int, version: int, at_ms: float) -> Event:
     return Event(life, "seen", {"version": version, "at_ms": at_ms})
 
 
-def test_publish_to_served_counts_each_save_once_a_life_and_none_from_before_it() -> None:
+def test_publish_to_served_counts_each_save_once_and_none_from_before() -> None:
     heard = [
         Event(0, "ready", {"version": 2}), seen(0, 2, 1_900), seen(0, 3, 2_200), seen(0, 4, 2_600), seen(0, 6, 4_100),
         Event(1, "ready", {"version": 5}), seen(1, 5, 9_000), seen(1, 6, 9_500),

@@ -54,7 +54,7 @@ def test_an_argument_that_cannot_be_meant_is_refused_at_once(given: dict[str, An
 
 
 @pytest.mark.parametrize("options", [TableOptions(bits=4), TableOptions(scale=0.5)])
-def test_options_that_the_dtype_of_a_table_does_not_have_are_refused_at_once(options: TableOptions) -> None:
+def test_options_that_a_tables_dtype_does_not_have_are_refused_at_once(options: TableOptions) -> None:
     training = Training("sgd", dtype=torch.bfloat16)
 
     with pytest.raises(BadInput, match="table 'item"):

@@ -201,7 +201,7 @@ def scales_of(url: str) -> dict[str, Any]:
     return {table: (schema.encoding, schema.generation) for table, schema in snapshot.tables.items()}
 
 
-def test_a_manager_chooses_the_scales_before_its_first_save_and_never_again(tmp_path: Path) -> None:
+def test_a_manager_chooses_scales_before_its_first_save_and_never_again(tmp_path: Path) -> None:
     """Also where the model trains on, in the mode and with the generators that it had."""
     url, clicks = str(tmp_path / "store"), Clicks()
     manager = manager_of(url, clicks)

@@ -105,7 +105,7 @@ def test_the_store_holds_the_same_with_and_without(policy: Any) -> None:
 
 
 @pytest.mark.parametrize("mirror", ["memory", "none"])
-def test_rows_beyond_16_bits_come_as_floats_and_as_codes_when_they_are_back(mirror: Any) -> None:
+def test_rows_beyond_16_bits_come_as_floats_until_they_are_back_in_range(mirror: Any) -> None:
     steps = [nothing, nothing, far_out, nothing, back]
 
     with_codes, seen = saved(steps, quantize=True, mirror=mirror)
@@ -215,7 +215,7 @@ def test_kernels_are_compiled_for_the_shards_of_each_device() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tables_on_a_gpu_are_stored_as_with_floats_and_half_the_bytes_come_to_the_host(dtype: torch.dtype) -> None:
+def test_codes_from_a_gpu_store_the_same_with_half_the_bytes_to_the_host(dtype: torch.dtype) -> None:
     results = []
     for quantize in (True, False):
         torch.manual_seed(0)

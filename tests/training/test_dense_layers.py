@@ -138,7 +138,7 @@ def test_without_the_option_every_dense_tensor_is_exact(tmp_path: Path) -> None:
     assert torch.equal(torch.from_numpy(snapshot.read_dense("last.weight")), run.model.last.weight)
 
 
-def test_a_manager_without_the_option_refuses_such_a_checkpoint_and_names_the_layers(tmp_path: Path) -> None:
+def test_a_manager_without_the_option_refuses_it_and_names_the_layers(tmp_path: Path) -> None:
     saved(tmp_path, TableOptions(bits=8))
 
     with manager_of(tmp_path, Run(), None) as manager, pytest.raises(BadInput, match=r"last\.weight"):

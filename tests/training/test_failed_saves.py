@@ -378,7 +378,7 @@ def test_a_staging_thread_that_does_not_start_fails_one_save(
     manager.close()
 
 
-def test_rows_that_were_copied_for_a_save_that_could_not_begin_are_released(
+def test_rows_copied_for_a_save_that_could_not_begin_are_released(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, training = create(backend), Training()
@@ -400,7 +400,7 @@ def test_rows_that_were_copied_for_a_save_that_could_not_begin_are_released(
 
 
 @pytest.mark.parametrize("policy", ["consecutive", "one_shot"])
-def test_a_commit_that_failed_behind_its_back_is_saved_and_followed_by_a_full(
+def test_a_commit_that_landed_but_failed_is_followed_by_a_baseline(
     policy: Any, backend: Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was told as "a checkpoint was not saved", which is false."""

@@ -148,7 +148,7 @@ def test_a_baseline_that_is_damaged_takes_its_deltas_along(tmp_path: Path) -> No
         assert_same(training.state(), uninterrupted(KIND, STEPS))
 
 
-def test_without_fallback_the_error_says_that_there_is_one_and_nothing_is_rolled_back(tmp_path: Path) -> None:
+def test_an_error_without_fallback_offers_one_and_rolls_nothing_back(tmp_path: Path) -> None:
     trained(tmp_path)
     damage_chunk(tmp_path)
 
@@ -187,7 +187,7 @@ def test_an_empty_store_is_restored_as_nothing(tmp_path: Path) -> None:
         assert manager.restore(fallback=True) is None
 
 
-def test_where_no_version_is_whole_the_damage_is_raised_and_nothing_written(tmp_path: Path) -> None:
+def test_damage_is_raised_and_nothing_written_if_no_version_is_whole(tmp_path: Path) -> None:
     trained(tmp_path)
     with Store.open(str(tmp_path)) as store:
         baseline = store.head().record.chain[0].seg

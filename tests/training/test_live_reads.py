@@ -208,7 +208,7 @@ def test_a_writer_that_does_not_mark_needs_the_stall(tmp_path: Any) -> None:
     assert not hammered(str(tmp_path / "unmarked"), unmarked)
 
 
-def test_optimizer_state_that_is_made_while_tables_are_read_is_in_the_checkpoint(tmp_path: Any, gate: Gate) -> None:
+def test_optimizer_state_made_while_tables_are_read_is_in_the_checkpoint(tmp_path: Any, gate: Gate) -> None:
     training = Training("sparse_adam")
     manager = manager_of(str(tmp_path / "store"), training)
     manager.save(wait=False)
@@ -259,7 +259,7 @@ def test_tables_without_a_mirror_stall(tmp_path: Any) -> None:
     manager.close()
 
 
-def test_a_row_that_cannot_be_stored_is_refused_unless_it_was_mended_meanwhile(tmp_path: Any, gate: Gate) -> None:
+def test_a_row_that_cannot_be_stored_is_refused_unless_fixed_meanwhile(tmp_path: Any, gate: Gate) -> None:
     training = Training()
     weight = training.model.user.weight.detach()
     manager = manager_of(str(tmp_path / "store"), training, options=TableOptions(bits=8))
@@ -288,7 +288,7 @@ def test_a_row_that_cannot_be_stored_is_refused_unless_it_was_mended_meanwhile(t
     manager.close()
 
 
-def test_a_save_that_is_awaited_between_lookup_and_step_is_given_up_and_made_again(tmp_path: Any, gate: Gate) -> None:
+def test_a_save_awaited_between_lookup_and_step_is_abandoned_and_redone(tmp_path: Any, gate: Gate) -> None:
     training = Training()
     manager = manager_of(str(tmp_path / "store"), training)
     manager.save(wait=False)

@@ -189,7 +189,7 @@ def test_a_rank_killed_in_a_save_leaves_the_last_version_whole(
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_a_rank_killed_at_fifty_storage_calls_leaves_the_last_version_whole(
+def test_a_rank_killed_at_any_of_fifty_calls_leaves_the_last_version_whole(
     launcher: Launcher, calm: Calm, tmp_path: Path
 ) -> None:
     places: list[tuple[int, int, When]] = []
@@ -220,7 +220,7 @@ def test_a_rank_killed_at_fifty_storage_calls_leaves_the_last_version_whole(
 
 
 @pytest.mark.parametrize("policy", ["consecutive", "baseline"])
-def test_a_rank_whose_mirror_is_damaged_is_refused_on_all_ranks_until_a_restore(
+def test_a_damaged_mirror_of_one_rank_is_refused_on_all_until_a_restore(
     launcher: Launcher, calm: Calm, tmp_path: Path, policy: str
 ) -> None:
     codes = launcher.run(tmp_path, "damaged", damage=2, policy=policy)
@@ -253,9 +253,7 @@ def test_a_rank_that_is_too_slow_ends_the_save_on_all_ranks(launcher: Launcher, 
     check_resumed(launcher, tmp_path, calm, 1)
 
 
-def test_ranks_that_are_not_next_to_a_lost_one_hear_of_it_at_once_on_every_line(
-    launcher: Launcher, tmp_path: Path
-) -> None:
+def test_ranks_not_next_to_a_lost_one_hear_of_it_at_once_on_every_line(launcher: Launcher, tmp_path: Path) -> None:
     codes = launcher.run(tmp_path, "lines", lines=True)
 
     assert codes == [0, -9, 0, 0], outputs(tmp_path)

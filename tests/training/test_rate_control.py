@@ -403,7 +403,7 @@ def test_a_loss_may_be_a_tensor_of_a_graph_and_is_kept_as_a_number(url: str) -> 
     life.manager.close()
 
 
-def test_the_first_loss_is_that_of_the_first_checkpoint_whatever_is_reported_behind_it(
+def test_the_first_loss_is_the_first_checkpoints_whatever_comes_after(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found by review: the mean when the save was over was kept, and the second checkpoint told another first loss."""
@@ -511,7 +511,7 @@ def test_ranks_refine_together(url: str) -> None:
     )
 
 
-def test_a_rank_that_lost_its_state_makes_all_write_anew_and_none_waits_for_it(url: str) -> None:
+def test_a_rank_that_lost_its_state_makes_all_write_anew_without_waiting(url: str) -> None:
     """Found by review: the others asked it for scales that are too fine, which it did not answer, for ever."""
     Store.create(url).close()
 

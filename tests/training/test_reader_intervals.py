@@ -246,7 +246,7 @@ def test_any_save_points_and_any_kills(
         assert run.start + len(run.seen) == max(stop, run.start)
 
 
-def test_a_reader_that_knows_nothing_of_the_training_skips_what_was_fetched() -> None:
+def test_a_reader_unaware_of_the_training_skips_what_was_fetched() -> None:
     """Why the other two exist."""
     url, lost = url_of(), DEPTH - 1
     Run(url, loader_of(0), every_steps=5).until(5, staged)

@@ -74,7 +74,7 @@ def test_restoring_the_head_by_its_step_needs_no_rollback(url: str) -> None:
     manager.close()
 
 
-def test_restoring_again_in_the_same_process_gives_up_what_was_trained_since(url: str) -> None:
+def test_restoring_again_in_the_same_process_undoes_what_was_trained_since(url: str) -> None:
     expected = uninterrupted("rowwise_adagrad", 8)
     training = Training()
     manager = manager_of(url, training, every_steps=2)

@@ -47,7 +47,7 @@ def test_an_outcome_without_a_save_is_refused(event: SaveEvent) -> None:
         next_state(SaveState.IDLE, event)
 
 
-def test_a_save_is_due_by_steps_or_by_seconds_and_stays_due_until_it_begins() -> None:
+def test_a_save_is_due_by_steps_or_seconds_and_stays_due_until_it_begins() -> None:
     schedule = SaveSchedule(every_steps=3, every_seconds=10.0, last_s=100.0)
 
     assert [schedule.is_due(step, 101.0) for step in (1, 2, 3)] == [False, False, True]

@@ -96,7 +96,7 @@ def test_within_a_part_only_chunks_of_the_rows_are_read(monkeypatch: pytest.Monk
     assert bytes_read(files, Rectangle((500, 520), (0, 8))) < 0.1 * bytes_read(files, None)
 
 
-def test_one_dimensional_slots_are_read_by_column_range_averaged_or_left_out() -> None:
+def test_one_dimensional_slots_are_read_by_columns_averaged_or_left_out() -> None:
     parts = new_parts(IsolatedMemoryFileSystem(), 6, row_slot=True, ranges=HALVES)
     parts.save(column_wise(6), full=True)
     parts.save(column_wise(6))
@@ -141,7 +141,7 @@ def test_a_mirror_of_other_columns_needs_every_one_dimensional_slot() -> None:
     assert mirror.digest() == parts.model.digest(Rectangle((0, 6), (4, 8)))
 
 
-def test_cuts_of_one_dimensional_slots_that_change_within_a_chain_are_corrupt() -> None:
+def test_one_dimensional_slots_cut_differently_in_a_chain_are_corrupt() -> None:
     parts = new_parts(IsolatedMemoryFileSystem(), 6, row_slot=True, ranges=HALVES)
     parts.save(column_wise(6), full=True)
     parts.model.ranges = ((0, 8),)
@@ -218,7 +218,7 @@ def cut(random: np.random.Generator, rectangle: Rectangle, times: int) -> list[R
 
 @settings(max_examples=300)
 @given(st.integers(0, 2**32))
-def test_digests_are_compared_over_the_fewest_intervals_that_are_whole_parts(seed: int) -> None:
+def test_digests_are_compared_over_the_fewest_intervals_of_whole_parts(seed: int) -> None:
     """The reference tries each run of neighbouring intervals."""
     random = np.random.default_rng(seed)
     tiles = cut(random, Rectangle((0, 6), (0, 9)), 4)
@@ -360,7 +360,7 @@ def test_ranks_without_rows_cut_nothing() -> None:
     assert list(chain_problems(snapshot.manifests)) == []
 
 
-def test_a_check_names_a_part_that_starts_from_another_state_however_it_was_cut() -> None:
+def test_a_check_names_a_part_of_another_state_however_it_was_cut() -> None:
     parts = new_parts(IsolatedMemoryFileSystem(), 10)
     parts.save([Rectangle(rows, columns) for rows in ((0, 5), (5, 10)) for columns in HALVES], full=True)
     whole, below = parts.model.digest(Rectangle((0, 10), (0, 8))), parts.model.digest(Rectangle((5, 10), (0, 8)))

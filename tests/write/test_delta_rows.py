@@ -144,7 +144,7 @@ def test_differences_are_stored_as_narrow_as_they_fit_and_widen_the_mirror(worke
     assert mirror.arrays["codes"].dtype == np.int32
 
 
-def test_a_baseline_of_the_mirror_lays_the_changes_over_it_and_leaves_it_alone(workers: Workers) -> None:
+def test_a_baseline_from_the_mirror_has_the_changes_and_leaves_it_alone(workers: Workers) -> None:
     values = np.arange(ROWS * DIM, dtype=np.float32).reshape(ROWS, DIM)
     schema, mirror = setting(TableOptions(scale=0.5), workers, values)
     moved(stage_delete(mirror, np.asarray([5]), mirror.digest()), mirror, workers)

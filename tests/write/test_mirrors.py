@@ -185,7 +185,7 @@ def test_options_end_with_their_table() -> None:
     assert sorted(writer.mirrors.options) == ["e", "t"]
 
 
-def test_a_mirror_folder_that_is_not_there_is_said_before_anything_is_fenced(tmp_path: Path) -> None:
+def test_a_missing_mirror_folder_is_reported_before_anything_is_fenced(tmp_path: Path) -> None:
     store, _ = writer_of()
     head = store.head()
 

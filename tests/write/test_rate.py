@@ -82,7 +82,7 @@ def test_scales_that_are_none_are_refused(bad: float) -> None:
 
 
 @given(widths, widths, scales, scales, st.integers(0, MAX_SHIFT))
-def test_a_refinement_is_never_coarser_than_asked_nor_more_than_there_is_room_for(
+def test_a_refinement_is_never_coarser_than_asked_nor_beyond_its_room(
     bits: Any, wanted: Any, scale: float, target: float, most: int
 ) -> None:
     found = refinement(bits, wanted, scale, target, most, "because")
@@ -102,7 +102,7 @@ def test_a_refinement_is_never_coarser_than_asked_nor_more_than_there_is_room_fo
 
 
 @pytest.mark.parametrize(("target", "halvings"), [(0.5, 1), (0.495, 1), (0.48, 2), (0.99, 0), (0.97, 1)])
-def test_a_target_that_a_halving_misses_by_less_than_it_is_known_costs_no_other(target: float, halvings: int) -> None:
+def test_a_target_missed_by_less_than_it_is_known_costs_no_second_halving(target: float, halvings: int) -> None:
     """Found by review: a target 1 % below half the scale, known to 2 %, took a second halving, a bit an element."""
     found = refinement(2, 3, 1.0, target, 9, "because")
     assert found is not None

@@ -166,7 +166,7 @@ def test_other_column_shards_of_a_row_wise_slot_begin_a_new_chain() -> None:
     training.check_whole()
 
 
-def test_a_row_that_is_exact_in_one_column_shard_only_is_read_by_all_others() -> None:
+def test_a_row_exact_in_one_column_shard_only_is_read_by_all_others() -> None:
     training = Training(row_slot=False, options=OPTIONS["exact"])
     training.run(column_wise(3), partial(training.save_all, step=1))
 
@@ -190,7 +190,7 @@ def test_a_row_that_is_exact_in_one_column_shard_only_is_read_by_all_others() ->
     training.check_whole()
 
 
-def test_column_ranges_that_differ_from_row_to_row_are_refused_for_row_slots() -> None:
+def test_column_ranges_that_differ_by_row_are_refused_for_row_slots() -> None:
     training = Training(row_slot=True, options=OPTIONS["exact"])
     half = ROWS // 2
     shards = [Rectangle((0, half), (0, DIM)), Rectangle((half, ROWS), (0, 4)), Rectangle((half, ROWS), (4, DIM))]

@@ -47,7 +47,7 @@ def test_more_bits_are_never_less_exact() -> None:
     assert [one.step for one in ordered] == sorted((one.step for one in ordered), reverse=True)
 
 
-def test_momentum1_is_a_mean_beside_a_second_moment_and_a_sum_of_squares_alone() -> None:
+def test_momentum1_is_a_mean_beside_a_second_moment_and_else_a_square_sum() -> None:
     """TorchRec calls the first slot of every fused optimizer so."""
     adam = stored(TableOptions(bits=4), momentum1=MEAN, exp_avg_sq=SQUARE)
     assert isinstance(adam["momentum1"].encoding, Lattice)
@@ -92,7 +92,7 @@ def test_ranks_agree_on_one_step_and_one_without_a_mean_has_no_say() -> None:
     assert agree("t", given[::-1]).slots["exp_avg"].encoding == agreed
 
 
-def test_a_slot_is_stored_anew_only_if_it_has_to_become_exact_or_need_not_be() -> None:
+def test_a_slot_is_stored_anew_only_if_its_exactness_changes() -> None:
     coarse, exact = (
         stored(TableOptions(bits=4, slot_bits=bits), sum=SQUARE)["sum"]
         for bits in (4, "exact")  # type: ignore[arg-type]  # a literal in a loop

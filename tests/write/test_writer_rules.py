@@ -44,7 +44,7 @@ def test_a_full_that_failed_half_way_leaves_no_state_to_go_on_from(store: Store)
     assert store.snapshot().table("a").read()[:, 0].tolist() == [0, 7, 0, 7, 0]
 
 
-def test_a_restore_that_failed_behind_another_chain_leaves_no_state_to_go_on_from(store: Store) -> None:
+def test_a_failed_restore_of_another_chain_leaves_no_state_to_continue(store: Store) -> None:
     with store.writer() as writer:
         fill(writer)
         assert compact_run(store, run=(0, 2)).outcome == "committed"

@@ -109,7 +109,7 @@ def test_marks_test_the_word_behind_the_first_level_cache(assembly: Any) -> None
 
 
 @needs_triton
-def test_changing_sizes_offsets_and_scales_compile_nothing_after_the_warmup(tmp_path: Path) -> None:
+def test_new_sizes_offsets_and_scales_compile_nothing_after_the_warmup(tmp_path: Path) -> None:
     found = _run("launching.py", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert set(found["warm"]) == {
         "mark_ids", "mark_slices", "count_bits", "emit_and_clear", "copy_rows", "lattice_codes"

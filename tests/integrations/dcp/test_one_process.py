@@ -124,7 +124,7 @@ def test_flattened_optimizer_state_and_row_slots_are_slots_too(store: Path) -> N
     assert_equal(loaded, copy_of(state))
 
 
-def test_state_of_a_parameter_that_two_tables_could_be_is_a_table_of_its_own(store: Path) -> None:
+def test_state_that_could_belong_to_two_tables_is_a_table_of_its_own(store: Path) -> None:
     table = torch.randn(ROWS, DIM)
     state = {"a": {"emb": table}, "b": {"emb": table + 1}, "optim": {"state": {"emb": {"sum": table + 2}}}}
     with CnrStorageWriter(store) as writer:
