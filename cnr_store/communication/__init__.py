@@ -7,13 +7,12 @@ own, and restores it on the same or another number of ranks. Open `state` first.
 from __future__ import annotations
 
 from cnr_store.communication.meter import Meter, Traffic
-from cnr_store.communication.state import CommunicationState, RankState, Rule, StateTensor, chunk, reshard
+from cnr_store.communication.state import CommunicationState, RankState, StateTensor, chunk, reshard
 
 __all__ = [
     "CommunicationState",
     "Meter",
     "RankState",
-    "Rule",
     "StateTensor",
     "Traffic",
     "chunk",

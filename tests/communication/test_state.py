@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnr_store.communication import RankState, Rule, StateTensor, chunk, reshard
+from cnr_store.communication import RankState, StateTensor, chunk, reshard
+from cnr_store.communication.state import Rule
 from cnr_store.errors import BadInput, CorruptStore
 
 worlds = st.integers(1, 9)

@@ -65,7 +65,7 @@ PUBLIC = {
     "cnr_store.integrations.redis": "RedisSink RedisRows RedisBatch",
     "cnr_store.testing": "",
     "cnr_store.communication": """
-        CommunicationState RankState StateTensor Rule chunk reshard
+        CommunicationState RankState StateTensor chunk reshard
         Meter Traffic
     """,
     "cnr_store.training": """
