@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from cnr_store.encodings import digest, float_bits, kernels, packing, widths
 from cnr_store.format.records import TableSchema
+from cnr_store.runtime.addresses import address_of
 from cnr_store.runtime.threads import Workers, blocks
 from cnr_store.types import Affine, Encoding, FloatBits, Lattice, Raw, RowIds, TableDtype
 
@@ -211,6 +212,7 @@ class TableCodes:
         self._allocate = allocate
         self.status: npt.NDArray[np.uint8] | None = None
         self.escapes = EscapeRows()
+        self._places: dict[str, tuple[Array, tuple[int, int, int, int]]] = {}
 
     @classmethod
     def allocate(
@@ -249,6 +251,14 @@ class TableCodes:
         if self.status is None:
             self.status = np.full(self.num_rows, initial, np.uint8)
         return self.status
+
+    def place_of(self, name: str) -> tuple[int, int, int, int]:
+        """Return address, bytes of a code, rows and first row of an array: what `table_kernels` need of it."""
+        held = self.arrays[name]
+        known = self._places.get(name)
+        if known is None or known[0] is not held:
+            known = self._places[name] = held, (address_of(held), held.itemsize, len(held), self.start)
+        return known[1]
 
     def is_coded(self, rows: RowIds) -> npt.NDArray[np.bool_]:
         """Return which of the global ``rows`` have codes that a difference can be taken to."""

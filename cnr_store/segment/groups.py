@@ -6,7 +6,7 @@ of a table (`format_spec/decisions/0022`). Nothing is put here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import itemgetter
@@ -61,9 +61,14 @@ class RowList:
         return arrays.chunk_rows_for(self.count, self.row_bytes)
 
     @property
+    def full_chunk_rows(self) -> int:
+        """Rows that fill a chunk: a list of as many has arrays of its own."""
+        return arrays.full_chunk_rows(self.row_bytes)
+
+    @property
     def is_large(self) -> bool:
-        """Whether it fills a chunk by itself, and so has arrays of its own."""
-        return self.count >= arrays.full_chunk_rows(self.row_bytes)
+        """Whether it fills a chunk by itself."""
+        return self.count >= self.full_chunk_rows
 
 
 @dataclass(slots=True)
@@ -138,8 +143,35 @@ def _shape_of(
     return GroupShape(operation, widths, order)
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """Row lists end to end that are not in a chunk yet, and how many rows each has left."""
+
+    lists: list[WrittenList]
+    counts: npt.NDArray[np.int64]
+    blocks: Blocks
+
+    def take(self, most: int) -> Blocks:
+        """Remove at most so many rows, and set the id ranges of their lists."""
+        rows = self.blocks["rows"]
+        taken = min(most, len(rows))
+        ends = np.cumsum(self.counts)
+        starts = ends - self.counts
+        begun = int(np.searchsorted(starts, taken))
+        first = rows[starts[:begun]].tolist()
+        last = rows[np.minimum(ends[:begun], taken) - 1].tolist()
+        for written, low, high in zip(self.lists, first, last, strict=False):
+            written.first.append(low)
+            written.last.append(high)
+        piece = {name: block[:taken] for name, block in self.blocks.items()}
+        over = int(np.searchsorted(ends, taken, side="right"))
+        self.lists, self.counts = self.lists[over:], np.minimum(self.counts, ends - taken)[over:]
+        self.blocks = {name: block[taken:] for name, block in self.blocks.items()}
+        return piece
+
+
 class SharedGroup:
-    """Buffers small row lists until their rows fill a chunk of the shared arrays. Memory: one chunk and one list.
+    """Buffers small row lists until their rows fill a chunk of the shared arrays. Memory: one chunk and one call.
 
     ``entries`` are the arrays, from the first chunk on; they have more rows in the end.
     """
@@ -151,7 +183,7 @@ class SharedGroup:
         self.waiting_rows = 0
         self.entries: dict[str, ArrayEntry] | None = None
         self._full = arrays.full_chunk_rows(row_bytes)
-        self._waiting: list[tuple[WrittenList, Blocks]] = []
+        self._waiting: list[_Waiting] = []
         self._taken = 0
 
     @property
@@ -164,13 +196,13 @@ class SharedGroup:
         """Rows per chunk: of a full one, or all rows where they fill none."""
         return min(self._full, self.rows)
 
-    def append(self, row_list: RowList) -> WrittenList:
-        """Copy a whole small list into the buffer."""
-        produced = {name: block.copy() for name, block in row_list.produce(0, row_list.count).items()}
-        written = WrittenList(self.path, row_list.count)
-        self._waiting.append((written, produced))
-        self.waiting_rows += row_list.count
-        self.rows += row_list.count
+    def append(self, joined: RowList, counts: Sequence[int]) -> list[WrittenList]:
+        """Copy small lists, which stand end to end in ``joined`` with ``counts`` rows each, into the buffer."""
+        produced = {name: block.copy() for name, block in joined.produce(0, joined.count).items()}
+        written = [WrittenList(self.path, count) for count in counts]
+        self._waiting.append(_Waiting(written, np.array(counts, np.int64), produced))
+        self.waiting_rows += joined.count
+        self.rows += joined.count
         return written
 
     def take(self) -> tuple[int, Blocks]:
@@ -180,15 +212,8 @@ class SharedGroup:
         self._taken += 1
         pieces: list[Blocks] = []
         while left:
-            written, blocks = self._waiting[0]
-            rows = blocks["rows"]
-            taken = min(left, len(rows))
-            written.first.append(int(rows[0]))
-            written.last.append(int(rows[taken - 1]))
-            pieces.append({name: block[:taken] for name, block in blocks.items()})
-            if taken < len(rows):
-                self._waiting[0] = written, {name: block[taken:] for name, block in blocks.items()}
-            else:
+            pieces.append(self._waiting[0].take(left))
+            if not self._waiting[0].lists:
                 del self._waiting[0]
-            left -= taken
+            left -= len(pieces[-1]["rows"])
         return self._taken - 1, {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}

@@ -87,13 +87,21 @@ class SegmentWriter:
         Memory: the blocks of two chunks per thread; of small lists of each shape one chunk until `finish`; and what is
         encoded for two shards of each array (`SHARD_BYTES` before compression), and one more per thread that puts one.
         """
-        shape = GroupShape.of(operation, row_list)
         if row_list.is_large:
-            return self._write_large(shape, row_list)
+            return self._write_large(GroupShape.of(operation, row_list), row_list)
+        [written] = self.write_small_lists(operation, row_list, [row_list.count])
+        return written
+
+    def write_small_lists(self, operation: str, joined: RowList, counts: Sequence[int]) -> list[WrittenList]:
+        """Write row lists of many tables, end to end in ``joined``, into arrays that small ones share.
+
+        ``counts``: the rows of each, none 0, and none so many that the list `is_large`. Memory: as `write_row_list`.
+        """
+        shape = GroupShape.of(operation, joined)
         if shape not in self._shared:
-            self._shared[shape] = SharedGroup(self._next_group(operation), shape, row_list.row_bytes)
+            self._shared[shape] = SharedGroup(self._next_group(operation), shape, joined.row_bytes)
         group = self._shared[shape]
-        written = group.append(row_list)
+        written = group.append(joined, counts)
         if group.is_full:
             self._workers.run(self._full_chunks_of(group))
         return written

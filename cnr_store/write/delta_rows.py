@@ -44,12 +44,15 @@ _WIDTHS = ((np.dtype(np.int16), 2**15 - 1), (np.dtype(np.int32), 2**31 - 1))
 class StagedRows:
     """What one save does to a table's rows: lists by operation, and the state digest they lead to.
 
-    ``specs``: the arrays of the rows. ``digest`` is None for tables without a mirror.
+    ``specs``: the arrays of the rows. ``digest`` is None for tables without a mirror. ``run``: the ``add`` lists of
+    several tables end to end, among them the one that this has, from row ``start`` on.
     """
 
     specs: Mapping[str, ArraySpec]
     lists: dict[str, StagedList] = field(default_factory=dict)
     digest: int | None = None
+    run: StagedList | None = None
+    start: int = 0
 
     def apply(self, mirror: TableCodes, workers: Workers) -> None:
         """Move the mirror to what was staged; call once, after the commit has won. Blocks; runs on ``workers``."""

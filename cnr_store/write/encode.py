@@ -49,6 +49,10 @@ class StagedList:
     rows: RowIds
     arrays: dict[str, Array]
 
+    def between(self, start: int, stop: int) -> StagedList:
+        """Return rows [start, stop), not copied."""
+        return StagedList(self.rows[start:stop], {name: array[start:stop] for name, array in self.arrays.items()})
+
     def row_list(self, order: str | None = None) -> RowList:
         """Return the list as chunks to write, for `RowList.order`: slices, nothing copied."""
         widths_of = {"rows": (np.dtype(np.int64), None)} | {
@@ -56,7 +60,8 @@ class StagedList:
         }
 
         def produce(start: int, stop: int) -> Blocks:
-            return {"rows": self.rows[start:stop]} | {n: a[start:stop] for n, a in self.arrays.items()}
+            own = self.between(start, stop)
+            return {"rows": own.rows, **own.arrays}
 
         return RowList(len(self.rows), widths_of, produce, order)
 

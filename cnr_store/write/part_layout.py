@@ -5,6 +5,7 @@ The transaction decides what is saved; this puts it where the format says (spec,
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,13 +14,14 @@ from cnr_store.format.manifest_state import is_same_tensor
 from cnr_store.format.records import DenseEntry, Manifest, PartPlace, TableSchema
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.codes import Array
-from cnr_store.segment.groups import WrittenList, WrittenPart
+from cnr_store.segment.groups import RowList, WrittenList, WrittenPart
 from cnr_store.segment.row_order import order_of
 from cnr_store.segment.shards import Shard
 from cnr_store.segment.writer import SegmentWriter
 from cnr_store.storage import object_digest
 from cnr_store.write.baseline_rows import StagedTable
 from cnr_store.write.delta_rows import StagedRows
+from cnr_store.write.encode import StagedList
 
 
 @dataclass(slots=True)
@@ -61,13 +63,36 @@ class PartWriter:
             if row_list is not None:
                 entries[operation] = self.out.write_row_list(operation, row_list)
 
-    def write_lists(self, shard: Shard, staged: StagedRows) -> None:
+    def write_lists(self, changed: Mapping[Shard, Sequence[StagedRows]]) -> None:
         """Write the row lists of a delta; a shard without any gets no object."""
-        entries = self.entries.setdefault(shard, {})
-        for operation, item in staged.lists.items():
-            dtypes = {name: array.dtype for name, array in item.arrays.items()}
-            order = order_of(operation, staged.specs, dtypes)
-            entries[operation] = self.out.write_row_list(operation, item.row_list(order))
+        runs: dict[int, list[tuple[Shard, StagedRows]]] = {}
+        for shard, changes in changed.items():
+            entries = self.entries.setdefault(shard, {})
+            # Parts stand in the order of their rows in each group, so lists of one shard are written one by one.
+            if len(changes) == 1 and changes[0].run is not None and changes[0].lists:
+                runs.setdefault(id(changes[0].run), []).append((shard, changes[0]))
+                continue
+            for staged in changes:
+                for operation, item in staged.lists.items():
+                    entries[operation] = self.out.write_row_list(operation, _row_list(operation, staged, item))
+        for own in runs.values():
+            self._write_run(sorted(own, key=lambda one: one[1].start))
+
+    def _write_run(self, own: Sequence[tuple[Shard, StagedRows]]) -> None:
+        """Write the lists of shards that have no others, of one run in its order."""
+        counts = [len(staged.lists["add"].rows) for _, staged in own]
+        first, run = own[0][1], own[0][1].run
+        assert run is not None  # asked before
+        joined = _row_list("add", first, run)
+        if sum(counts) == joined.count and max(counts) < joined.full_chunk_rows:
+            written = self.out.write_small_lists("add", joined, counts)
+        else:
+            written = [
+                self.out.write_row_list("add", _row_list("add", staged, staged.lists["add"])) for _, staged in own
+            ]
+        for (shard, _), one in zip(own, written, strict=True):
+            del self.entries[shard]
+            self.entries[shard] = {"add": one}
 
     def write_dense(self, tensors: DenseTensors, before: Snapshot | None, base: Manifest | None) -> set[str]:
         """Write dense tensors that are not those of the manifest before; return the names of all in the new state.
@@ -103,6 +128,11 @@ class PartWriter:
             base_digest=_hex(base_digest), state_digest=_hex(state_digest),
         )  # fmt: skip
         return WrittenPart(place, self.entries.get(shard, {}))
+
+
+def _row_list(operation: str, staged: StagedRows, item: StagedList) -> RowList:
+    dtypes = {name: array.dtype for name, array in item.arrays.items()}
+    return item.row_list(order_of(operation, staged.specs, dtypes))
 
 
 def _hex(digest: int | None) -> str | None:

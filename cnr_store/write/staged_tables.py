@@ -328,11 +328,13 @@ class StagedTables:
         for shard in shards if self._draft.kind == "baseline" else ():
             if shard not in self._whole and tables[shard.table].keys == "dense":
                 self._write_from_mirror(shard)
-        for shard, changes in self._rows.items():
-            # The rows given of a hashed table are all it has in a baseline: it has no mirror to lay them over.
-            if self._draft.kind == "delta" or tables[shard.table].keys == "hashed":
-                for staged in changes:
-                    self._parts.write_lists(shard, staged)
+        # The rows given of a hashed table are all it has in a baseline: it has no mirror to lay them over.
+        kept = {
+            shard: changes
+            for shard, changes in self._rows.items()
+            if self._draft.kind == "delta" or tables[shard.table].keys == "hashed"
+        }
+        self._parts.write_lists(kept)
         written = [shard for shard in self._parts.entries if shard in shards]
         return tuple(self._part(shard, base) for shard in dict.fromkeys([*written, *shards]))
 

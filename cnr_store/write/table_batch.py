@@ -19,9 +19,9 @@ from cnr_store.encodings import digest, table_kernels
 from cnr_store.runtime.addresses import address_of
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import Array, ArraySpec, TableCodes
-from cnr_store.types import FloatBits, Lattice, RowIds
+from cnr_store.types import FloatBits, Lattice
 from cnr_store.write.delta_rows import StagedRows, finish_move, stage_rows, wraps
-from cnr_store.write.encode import ENCODE_ROWS, Given, OnBadRows, StagedList
+from cnr_store.write.encode import ENCODE_ROWS, Given, OnBadRows, StagedList, columns_of
 
 _MOST = 2**15 - 1
 
@@ -117,7 +117,7 @@ def _stage_run(arrays: Sequence[_Differences], run: Sequence[TouchedTable]) -> l
     for array in arrays:
         name = array.name
         values = [address_of(one.given.values[name]) for one in run]
-        parts = _lines(starts, counts, values, [mirror.arrays[name] for mirror in mirrors], mirrors)
+        parts = _lines(starts, counts, values, name, mirrors)
         out, found = np.empty((len(rows), array.width), np.int16), np.empty((len(run), 2), np.int64)
         multipliers = run[0].specs[name].multipliers
         if array.shift is None:
@@ -129,22 +129,23 @@ def _stage_run(arrays: Sequence[_Differences], run: Sequence[TouchedTable]) -> l
         np.maximum(most, found[:, 0], out=most)
         coded[name] = out.reshape(-1) if array.is_vector else out
     alone = (most > _MOST) | (np.maximum.reduceat(flags, starts) > 1)
-    is_kept = flags == 1
+    is_kept = (flags == 1) & ~np.repeat(alone, counts)
     if not is_kept.all():
         kept = np.flatnonzero(is_kept)
         counts = np.add.reduceat(is_kept, starts, dtype=np.int64)
         rows, coded = rows[kept], {name: array[kept] for name, array in coded.items()}
-    ends = np.cumsum(counts).tolist()
+    joined = StagedList(rows, coded)
     staged: list[StagedRows | None] = []
     start = 0
-    for one, stop, goes_alone, changed in zip(run, ends, alone.tolist(), change.tolist(), strict=True):
+    for one, stop, goes_alone, changed in zip(
+        run, np.cumsum(counts).tolist(), alone.tolist(), change.tolist(), strict=True
+    ):
         if goes_alone:
             staged.append(None)
         else:
-            own = {name: array[start:stop] for name, array in coded.items()}
             after = None if one.base_digest is None else digest.add_digests(one.base_digest, changed)
-            lists = {"add": StagedList(rows[start:stop], own)} if stop > start else {}
-            staged.append(StagedRows(one.specs, lists, after))
+            lists = {"add": joined.between(start, stop)} if stop > start else {}
+            staged.append(StagedRows(one.specs, lists, after, joined, start))
         start = stop
     return staged
 
@@ -152,17 +153,14 @@ def _stage_run(arrays: Sequence[_Differences], run: Sequence[TouchedTable]) -> l
 def _lines(
     starts: npt.NDArray[np.int64],
     counts: npt.NDArray[np.int64],
-    values: Sequence[int],
-    held: Sequence[Array],
+    values: Sequence[int] | int,
+    name: str,
     mirrors: Sequence[TableCodes],
 ) -> npt.NDArray[np.int64]:
-    """The ``parts`` of `table_kernels`."""
-    parts = np.empty((len(held), table_kernels.PART_FIELDS), np.int64)
+    """The ``parts`` of `table_kernels` for an array of the mirrors."""
+    parts = np.empty((len(mirrors), table_kernels.PART_FIELDS), np.int64)
     parts[:, 0], parts[:, 1], parts[:, 2] = starts, counts, values
-    parts[:, 3:] = [
-        (address_of(array), array.itemsize, len(array), mirror.start)
-        for array, mirror in zip(held, mirrors, strict=True)
-    ]
+    parts[:, 3:] = [mirror.place_of(name) for mirror in mirrors]
     return parts
 
 
@@ -176,34 +174,31 @@ def apply_tables(changes: Iterable[tuple[StagedRows, TableCodes]], workers: Work
 
     Blocks; runs on ``workers``. Of one mirror all changes are in other rows.
     """
-    together: dict[tuple[str, int], list[tuple[StagedList, TableCodes]]] = {}
+    together: dict[int, list[tuple[StagedRows, TableCodes]]] = {}
     for staged, mirror in changes:
-        added = staged.lists.get("add")
-        if added is None or len(staged.lists) > 1 or not _is_small(added, mirror):
+        if staged.run is None or not all(_can_take(mirror, name) for name in mirror.arrays):
             staged.apply(mirror, workers)
-            continue
-        for name in mirror.arrays:
-            together.setdefault((name, mirror.specs[name].width), []).append((added, mirror))
-    for (name, width), own in together.items():
-        _add_together(name, width, own)
+        elif staged.lists:
+            together.setdefault(id(staged.run), []).append((staged, mirror))
+    for own in together.values():
+        _add_together(own)
 
 
-def _is_small(added: StagedList, mirror: TableCodes) -> bool:
-    return len(added.rows) < ENCODE_ROWS and all(
-        added.arrays[name].dtype == np.int16 and held.flags.c_contiguous and not wraps(mirror, name)
-        for name, held in mirror.arrays.items()
-    )
+def _can_take(mirror: TableCodes, name: str) -> bool:
+    return mirror.arrays[name].flags.c_contiguous and not wraps(mirror, name)
 
 
-def _add_together(name: str, width: int, own: Sequence[tuple[StagedList, TableCodes]]) -> None:
-    rows: RowIds = np.concatenate([added.rows for added, _ in own])
-    codes = np.concatenate([added.arrays[name] for added, _ in own]).reshape(-1, width)
-    counts = np.array([len(added.rows) for added, _ in own], np.int64)
+def _add_together(own: Sequence[tuple[StagedRows, TableCodes]]) -> None:
+    """Move mirrors to their rows of one run."""
+    run = own[0][0].run
+    assert run is not None  # asked before
     mirrors = [mirror for _, mirror in own]
-    held = [mirror.arrays[name] for mirror in mirrors]
+    starts = np.array([staged.start for staged, _ in own], np.int64)
+    counts = np.array([len(staged.lists["add"].rows) for staged, _ in own], np.int64)
     reached = np.empty(len(own), np.int64)
-    parts = _lines(np.cumsum(counts) - counts, counts, [0] * len(own), held, mirrors)
-    table_kernels.add_to_mirrors(parts, rows, codes, reached)
-    for number in np.flatnonzero(reached >= 0).tolist():
-        added, mirror = own[number]
-        finish_move(mirror, name, added, [(int(reached[number]), len(added.rows))], adds=True)
+    for name in mirrors[0].arrays:
+        codes = columns_of(run.arrays[name])
+        table_kernels.add_to_mirrors(_lines(starts, counts, 0, name, mirrors), run.rows, codes, reached)
+        for number in np.flatnonzero(reached >= 0).tolist():
+            added, mirror = own[number][0].lists["add"], mirrors[number]
+            finish_move(mirror, name, added, [(int(reached[number]), len(added.rows))], adds=True)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cnr_store import RowUpdate, Store, TableOptions
 from cnr_store.errors import BadInput, BadRowIds, NonFiniteValues
+from cnr_store.format import arrays
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import ABSENT, TableCodes, array_specs
 from cnr_store.segment.rows import check_row_ids, own_row_ids
@@ -175,3 +176,34 @@ def test_of_a_call_that_is_refused_no_table_is_written() -> None:
             assert txn.write_many([RowUpdate("a", rows, good), RowUpdate("b", rows[:0], good[:0])]) == [1, 0]
         assert store.snapshot().table("a").read().tolist() == [[0, 0], [1, 1], [0, 0], [0, 0]]
         assert not store.snapshot().table("b").read().any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_rows_of_a_run_stay_with_their_tables_in_any_transaction(data: st.DataObject) -> None:
+    """Lists of one table alone, deletions, tables without rows, calls in another order, chunks of a few rows."""
+    names = [f"t{number}" for number in range(data.draw(st.integers(2, 6)))]
+    expected = {name: np.zeros((4, 2), np.float32) for name in names}
+    with pytest.MonkeyPatch.context() as patch, store_with(names) as store, store.writer() as writer:
+        patch.setattr(arrays, "CHUNK_BYTES", data.draw(st.sampled_from([8, 12, 40, 1 << 20])))
+        writer.restore()
+        with writer.begin(1) as txn:
+            for name in data.draw(st.permutations(names))[: data.draw(st.integers(0, 2))]:
+                assert txn.write_rows(name, np.empty(0, np.int64), np.empty((0, 2), np.float32)) == 0
+            updates = []
+            for name in data.draw(st.permutations(names)):
+                rows = np.array(sorted(data.draw(st.sets(st.integers(0, 3)))), np.int64)
+                values = np.full((len(rows), 2), data.draw(st.integers(0, 9)), np.float32)
+                values[:, 1] = rows
+                expected[name][rows] = values
+                updates.append(RowUpdate(name, rows, values))
+            txn.write_many(updates)
+            for update in updates:
+                gone = np.setdiff1d(np.arange(4), update.row_ids)
+                if data.draw(st.booleans()):
+                    txn.delete_rows(update.table, gone)
+        assert {name: store.snapshot().table(name).read().tolist() for name in names} == {
+            name: values.tolist() for name, values in expected.items()
+        }
+        with store.writer() as after:
+            after.restore()  # recomputes the state digests
