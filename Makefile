@@ -14,7 +14,7 @@ MUTANTS ?=
 PYTHONS ?= 3.12 3.13
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve-demo test test-pythons check azurite redis bench docs soak mutants clean
+.PHONY: help setup demo serve-demo test test-pythons check azurite redis bench docs soak dist-check mutants clean
 
 help:
 	@echo "make demo   train, kill, restore and finish a small model; leaves a store to look at"
@@ -25,6 +25,7 @@ help:
 	@echo "make bench  run all benchmarks and write build/bench/report.md (SUITES=\"size cost\", QUICK=1)"
 	@echo "make docs   build the documentation as a site: build/site/index.html"
 	@echo "make soak   the full counts of the crash and property sweeps"
+	@echo "make dist-check  build sdist and wheel, install them in a fresh environment, run the README and mypy there"
 	@echo "make mutants  break one safety rule at a time and see that a test notices (MUTANTS=\"--area log\")"
 	@echo "make clean  remove the environment, caches and build results"
 
@@ -85,6 +86,9 @@ docs: $(VENV)/.stamp
 
 soak: $(VENV)/.stamp azurite redis
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "soak or slow" --timeout 0 tests
+
+dist-check: $(VENV)/.stamp
+	$(BIN)/python -m pytest -q -m "soak or not soak" tests/house/test_distribution.py
 
 mutants: $(VENV)/.stamp redis
 	$(BIN)/python -m tests.mutants.run $(MUTANTS)
