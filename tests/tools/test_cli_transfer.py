@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -458,3 +459,27 @@ def test_a_copy_reports_what_it_made_and_that_it_is_complete(store: Store, tmp_p
     assert (again.document["version"], again.document["objects"]) == (copy.latest_version(), 0)
     assert "has a copy of all versions" in refused.err
     assert bytes_of(copy.snapshot(tag="good")) == before
+
+
+def test_promote_makes_a_store_of_a_relay_whose_source_is_lost(store: Store, tmp_path: Path) -> None:
+    source, before = Path(store.url), bytes_of(store.snapshot())
+    assert cnr("relay", store.url, tmp_path / "near", "--once").code == 0
+    step, newest = store.snapshot().step, store.latest_version()
+    shutil.rmtree(source)
+
+    done = cnr("promote", tmp_path / "near", tmp_path / "new")
+
+    assert f"of version {newest}" in done.out
+    assert f"newest state is step {step}" in done.out
+    assert str(source) in done.out
+    with Store.open(str(tmp_path / "new")) as promoted, promoted.writer():
+        assert promoted.relay is None
+        assert bytes_of(promoted.snapshot()) == before
+
+
+def test_promote_refuses_what_is_no_relay(store: Store, tmp_path: Path) -> None:
+    refused = cnr("promote", store.url, tmp_path / "new")
+
+    assert refused.code == 4
+    assert "not a relay" in refused.err
+    assert not (tmp_path / "new").exists()

@@ -1,4 +1,4 @@
-"""Commands that copy tensors out of a store and into one, or all of it: export, import, copy."""
+"""Commands that copy tensors out of a store and into one, or all of it: export, import, copy, promote."""
 
 from __future__ import annotations
 
@@ -39,10 +39,14 @@ from cnr_store_tools.options import (
 from cnr_store_tools.output import emit, to_document
 from cnr_store_tools.progress import progress_bars
 from cnr_store_tools.render import export_parts
-from cnr_store_tools.text import count_text, size_text
+from cnr_store_tools.text import count_text, size_text, time_text
 
 ExportFormat = Literal["safetensors", "parquet", "npy"]
 ImportFormat = Literal["safetensors", "parquet", "npy", "torch"]
+Bandwidth = Annotated[
+    str | None, typer.Option("--bandwidth", metavar="SIZE", help="Maximum bytes per second to copy: 200MiB.")
+]
+NewStore = Annotated[str, typer.Argument(metavar="TARGET", help="Place of the new store: empty, or a copy to finish.")]
 _SUFFIXES: dict[str, ExportFormat] = {".safetensors": "safetensors", ".parquet": "parquet", ".npy": "npy"}
 
 
@@ -164,9 +168,7 @@ def _table_options(exact: bool, bits: int | None, max_error: float | None) -> Ta
 
 def copy(
     url: Url,
-    target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="Place of the new store: empty, or a copy to finish.")
-    ],
+    target: NewStore,
     all_versions: Annotated[
         bool, typer.Option("--all", help="Copy every live version, with its deltas, tags and channels.")
     ] = False,
@@ -174,9 +176,7 @@ def copy(
     step: Step = None,
     tag: Tag = None,
     channel: Channel = None,
-    bandwidth: Annotated[
-        str | None, typer.Option("--bandwidth", metavar="SIZE", help="Maximum bytes per second to copy: 200MiB.")
-    ] = None,
+    bandwidth: Bandwidth = None,
     branch: Branch = None,
     storage_option: StorageOptions = None,
     target_option: TargetOptions = None,
@@ -193,6 +193,33 @@ def copy(
             **place_options(target_option),
         )  # fmt: skip
     emit({"url": store.url, **to_document(report)}, (_copy_text(report),), as_json=json)
+
+
+def promote(
+    url: Url,
+    target: NewStore,
+    bandwidth: Bandwidth = None,
+    storage_option: StorageOptions = None,
+    target_option: TargetOptions = None,
+    json: Json = False,
+) -> None:
+    """Make a writable store, with a new uuid, of a relay whose source is lost: a copy of all that the relay has.
+
+    The relay stays as it is. After a failure or kill run it again: it continues.
+    """
+    with open_store(url, storage_option) as store, progress_bars() as progress:
+        if store.relay is None:
+            raise BadInput(f"{store.url} is a store that can be written, not a relay; use it, or copy it: `cnr copy`")
+        report = copy_store(
+            store, target, all_versions=True, bytes_per_s=optional_size(bandwidth, "--bandwidth"),
+            progress=partial(progress, "promote"), **place_options(target_option),
+        )  # fmt: skip
+        newest = store.head().record
+    lost = (
+        f"the relay's newest state is step {newest.step}, of {time_text(newest.ts_ms)}; what {store.relay.source} saved"
+        " later is not in it"
+    )
+    emit({"url": store.url, **to_document(report)}, (_copy_text(report), lost), as_json=json)
 
 
 def _copy_text(report: StoreCopyReport) -> str:
