@@ -199,7 +199,7 @@ def _list_problems(record: CommitRecord) -> Iterator[str]:
         yield f"has floor {record.floor}, which is after it"
     if record.kept and max(record.kept) >= record.floor:
         yield f"keeps version {max(record.kept)}, which is not below its floor {record.floor}"
-    named = (*record.tags.values(), *record.channels.values(), *(pin.version for pin in record.pins.values()))
+    named = named_versions(record)
     beyond = [version for version in (*named, *record.expired) if version > record.v]
     if beyond:
         yield f"names version {beyond[0]}, which is after it"
@@ -214,10 +214,12 @@ def is_live(head: CommitRecord, version: int) -> bool:
     """Whether readers may open ``version``, by the newest record: it has not expired (spec, section 7.1). Pure."""
     if version in head.expired or head.kind == "close":
         return False
-    if version >= head.floor or version in head.kept:
-        return True
-    named = (*head.tags.values(), *head.channels.values(), *(pin.version for pin in head.pins.values()))
-    return version in named
+    return version >= head.floor or version in head.kept or version in named_versions(head)
+
+
+def named_versions(record: CommitRecord) -> set[int]:
+    """Return the versions of the tags, channels and pins of a record. Pure."""
+    return {*record.tags.values(), *record.channels.values(), *(pin.version for pin in record.pins.values())}
 
 
 @dataclass(frozen=True, slots=True)

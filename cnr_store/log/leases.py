@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 
 from cnr_store.errors import (
@@ -28,6 +28,7 @@ from cnr_store.format.limits import MAX_SMALL_BYTES
 from cnr_store.format.records import Cursor, ReaderLease
 from cnr_store.log.clock import wall_ms
 from cnr_store.log.log_reader import LogReader
+from cnr_store.log.retention import Holds
 from cnr_store.runtime.arguments import checked_number
 from cnr_store.storage import Storage
 
@@ -242,6 +243,21 @@ def delete_ended_holds(storage: Storage, now_ms: int) -> None:
 def is_held(expires_ms: int | None, now_ms: int) -> bool:
     """Return whether a lease or cursor is in force, `CLOCK_TOLERANCE_MS` beyond its end included. Pure."""
     return expires_ms is None or now_ms < expires_ms + CLOCK_TOLERANCE_MS
+
+
+def read_held(storage: Storage, now_ms: int) -> tuple[list[ReaderLease], list[Cursor]]:
+    """Return the leases and the cursors that are in force, of all logs; requests and errors as `read_leases`."""
+    leases = [lease for lease in read_leases(storage).values() if is_held(lease.expires_ms, now_ms)]
+    cursors = [cursor for cursor in read_cursors(storage).values() if is_held(cursor.expires_ms, now_ms)]
+    return leases, cursors
+
+
+def holds_on(branch: str, leases: Iterable[ReaderLease], cursors: Iterable[Cursor]) -> Holds:
+    """Return those of one log, by the uuid of its branch ("" for the store's own), as `plan_retention` takes them."""
+    return Holds(
+        {lease.version: f"leased by {lease.holder}" for lease in leases if lease.branch == branch},
+        {cursor.name: cursor.version for cursor in cursors if cursor.branch == branch},
+    )
 
 
 def _read_all(storage: Storage, folder: str) -> dict[str, bytes]:

@@ -11,6 +11,7 @@ import msgspec
 
 from cnr_store.errors import CorruptObject, NotFound
 from cnr_store.format import layout
+from cnr_store.format.commit_record import named_versions
 from cnr_store.format.documents import canonical_json, loads
 from cnr_store.format.limits import MAX_SMALL_BYTES
 from cnr_store.format.records import CommitRecord
@@ -161,8 +162,7 @@ def head_status(store: Store) -> HeadStatus:
 
 def count_live(head: CommitRecord) -> int:
     """Return how many versions readers may open, from the newest record. Pure; O(named versions)."""
-    named = {*head.kept, *head.tags.values(), *head.channels.values(), *(pin.version for pin in head.pins.values())}
-    gone = set(head.expired)
+    named, gone = named_versions(head).union(head.kept), set(head.expired)
     below = sum(version < head.floor and version not in gone for version in named)
     return below + head.v + 1 - head.floor - sum(head.floor <= version <= head.v for version in gone)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cnr_store.errors import CnrStoreError, CorruptRecord
-from cnr_store.format.commit_record import LogEntry, decode_record, is_live
+from cnr_store.format.commit_record import LogEntry, decode_record, is_live, named_versions
 from cnr_store.format.documents import sha256
 from cnr_store.format.records import ChainEntry, CommitRecord
 
@@ -28,8 +28,7 @@ def next_live(head: CommitRecord, version: int) -> int:
     >>> [next_live(head, version) for version in (2, 4, 6, 9)]
     [3, 5, 8, 9]
     """
-    named = (*head.kept, *head.tags.values(), *head.channels.values(), *(pin.version for pin in head.pins.values()))
-    below = [one for one in named if version <= one < head.v and is_live(head, one)]
+    below = [one for one in named_versions(head).union(head.kept) if version <= one < head.v and is_live(head, one)]
     # Above the floor all versions are live except the listed expired ones: at most one step for each of these.
     above = next((one for one in range(max(version, head.floor), head.v) if is_live(head, one)), head.v)
     return min([*below, above]) if head.kind != "close" else head.v

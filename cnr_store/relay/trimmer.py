@@ -8,7 +8,7 @@ from cnr_store.errors import CorruptStore, StorageFailure
 from cnr_store.format import layout
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.log.clock import check_clock, wall_ms
-from cnr_store.log.leases import delete_ended_holds, is_held, read_cursors, read_leases
+from cnr_store.log.leases import delete_ended_holds, holds_on, read_held
 from cnr_store.log.retention import Holds, RetentionPolicy
 from cnr_store.log.side_objects import delete_found, find_unneeded
 from cnr_store.relay.copied_versions import CopiedVersions
@@ -123,18 +123,10 @@ class Trimmer:
 
     def _read_holds(self, now_ms: int) -> tuple[Holds, set[str]]:
         """Return the leases and cursors at the relay, and the segments of leased versions that it has expired."""
-        leases: dict[int, str] = {}
+        holds = holds_on("", *read_held(self._target.storage, now_ms))
         leased: set[str] = set()
-        for lease in read_leases(self._target.storage).values():
-            if lease.branch or not is_held(lease.expires_ms, now_ms):
-                continue
-            leases[lease.version] = f"leased by {lease.holder}"
-            if lease.version not in self._copied:
-                entry = self._target.read_record(lease.version)
+        for version in holds.leases:
+            if version not in self._copied:
+                entry = self._target.read_record(version)
                 leased |= set() if entry is None else {item.seg for item in entry.record.chain}
-        cursors = {
-            name: cursor.version
-            for name, cursor in read_cursors(self._target.storage).items()
-            if not cursor.branch and is_held(cursor.expires_ms, now_ms)
-        }
-        return Holds(leases, cursors), leased
+        return holds, leased

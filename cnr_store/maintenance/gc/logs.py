@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 
 from cnr_store.errors import CorruptRecord, CorruptStore
-from cnr_store.format.commit_record import LogEntry, decode_record, is_live, parent_of
+from cnr_store.format.commit_record import LogEntry, decode_record, is_live, named_versions, parent_of
 from cnr_store.format.layout import commit_key
 from cnr_store.format.notes import metrics_of
 from cnr_store.format.records import ChainEntry, CommitRecord
@@ -138,7 +138,8 @@ class LogScan:
         is_closed = entry.record.kind == "close"
         # A closed branch has no live versions. Those that were live before are the ones whose segments are freed.
         head = msgspec.structs.replace(entry.record, kind="fence") if is_closed else entry.record
-        below = sorted({version for version in _named_below(head) if is_live(head, version)})
+        named = named_versions(head).union(head.kept)
+        below = sorted(version for version in named if version < head.floor and is_live(head, version))
         unreadable: list[int] = []
         try:
             versions = [
@@ -264,8 +265,3 @@ class LogScan:
 
     def _key(self, version: int) -> str:
         return commit_key(version, self.log.prefix)
-
-
-def _named_below(head: CommitRecord) -> Iterator[int]:
-    named = (*head.kept, *head.tags.values(), *head.channels.values(), *(pin.version for pin in head.pins.values()))
-    return (version for version in named if version < head.floor)

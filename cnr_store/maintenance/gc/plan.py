@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from cnr_store.format.commit_record import named_versions
 from cnr_store.log.retention import NO_HOLDS, Holds, RetentionPlan, RetentionPolicy, VersionVerdict, plan_retention
 from cnr_store.maintenance.gc.logs import LogVersions, referenced_segments
 from cnr_store.maintenance.gc.report import SegmentReport
@@ -221,7 +222,7 @@ def _log_steps(
     ``declared`` maps all marked transactions to their deletion times, ``fresh`` only those that this run marks.
     """
     head = log.head
-    named = {*head.tags.values(), *head.channels.values(), *(pin.version for pin in head.pins.values())}
+    named = named_versions(head)
     # This log may mark a transaction that another log committed later: such a mark is removed.
     aborted = {txn: ms for txn, ms in head.aborted.items() if txn in listed and txn not in needed}
     is_wrong = any(txn in needed for txn in head.aborted)

@@ -34,9 +34,9 @@ from cnr_store.log.author import writer_info
 from cnr_store.log.beginning import has_begun
 from cnr_store.log.clock import check_clock, read_store_clock, wall_ms
 from cnr_store.log.commit_log import CommitLog
-from cnr_store.log.leases import delete_ended_holds, is_held, read_cursors, read_leases
+from cnr_store.log.leases import delete_ended_holds, holds_on, read_held
 from cnr_store.log.rebase import draft_after, rebase_expire
-from cnr_store.log.retention import Holds, RetentionPolicy
+from cnr_store.log.retention import RetentionPolicy
 from cnr_store.log.side_objects import Deleted, delete_found
 from cnr_store.maintenance.gc.deleting import Deletion, unneeded_lists, with_sizes
 from cnr_store.maintenance.gc.logs import LogScan, LogVersions, SegmentNames, referenced_segments
@@ -261,7 +261,7 @@ class _Collection:
             # Read the heads, then leases and cursors, again: a reader that put one sees our records, or is seen here.
             logs = self._read_logs()
             now_ms = self._clock_ms()
-            leases, cursors = self._read_holds(now_ms)
+            leases, cursors = read_held(self._storage, now_ms)
             held = self._held_segments(logs, leases, cursors)
             deletion.run(due_segments(logs, folders, held, now_ms), self._segments, self._is_late, self._progress)
             self._commit_all(plan_clean_up(logs, folders - deletion.deleted), logs)
@@ -350,11 +350,6 @@ class _Collection:
                     dropped.append(view)
         return dropped
 
-    def _read_holds(self, now_ms: int) -> tuple[list[ReaderLease], list[Cursor]]:
-        leases = [lease for lease in read_leases(self._storage).values() if is_held(lease.expires_ms, now_ms)]
-        cursors = [cursor for cursor in read_cursors(self._storage).values() if is_held(cursor.expires_ms, now_ms)]
-        return leases, cursors
-
     def _held_segments(
         self, logs: Sequence[LogVersions], leases: Iterable[ReaderLease], cursors: Iterable[Cursor]
     ) -> set[str]:
@@ -404,14 +399,8 @@ class _Collection:
     def _plan(
         self, logs: Sequence[LogVersions], folders: set[str], now_ms: int, *, store_ms: int | None
     ) -> CollectionPlan:
-        leases, cursors = self._read_holds(now_ms)
-        holds = {
-            log.branch: Holds(
-                {lease.version: f"leased by {lease.holder}" for lease in leases if lease.branch == log.branch},
-                {cursor.name: cursor.version for cursor in cursors if cursor.branch == log.branch},
-            )
-            for log in logs
-        }
+        leases, cursors = read_held(self._storage, now_ms)
+        holds = {log.branch: holds_on(log.branch, leases, cursors) for log in logs}
         plan = plan_collection(
             logs, folders,
             ages=self._ages_of(unexplained(logs, folders), store_ms), sizes=self._names.sizes,

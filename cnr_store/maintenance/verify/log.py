@@ -18,7 +18,16 @@ from cnr_store.errors import (
     WrongClock,
 )
 from cnr_store.format import layout
-from cnr_store.format.commit_record import DATA_KINDS, Layer, LogEntry, Names, decode_record, is_live, parent_of
+from cnr_store.format.commit_record import (
+    DATA_KINDS,
+    Layer,
+    LogEntry,
+    Names,
+    decode_record,
+    is_live,
+    named_versions,
+    parent_of,
+)
 from cnr_store.format.documents import decode_document, sha256
 from cnr_store.format.limits import MAX_SMALL_BYTES
 from cnr_store.format.records import CommitRecord, Hint, Identity
@@ -214,17 +223,11 @@ def take(view: LogView, entry: LogEntry, *, version: int | None, every: bool) ->
             view.entries[record.v] = entry
         return
     wanted = record.v == version if version is not None else every or record.v == head.v
-    if wanted or (version is None and record.v in named_versions(head)):
+    if wanted or (version is None and record.v in named_versions(head).union(head.kept)):
         view.entries[record.v] = entry
     for item in record.chain:
         view.users.setdefault(item.seg, []).append(record.v)
     view.enders.setdefault(record.chain[-1].seg, []).append(record.v)
-
-
-def named_versions(head: CommitRecord) -> set[int]:
-    """Return the versions in the head's tags, channels, pins and kept list. Pure."""
-    pinned = (pin.version for pin in head.pins.values())
-    return {*head.tags.values(), *head.channels.values(), *pinned, *head.kept}
 
 
 def superseded_by(record: CommitRecord) -> dict[int, str]:

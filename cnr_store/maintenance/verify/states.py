@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from cnr_store.format.records import Manifest
 from cnr_store.read.plan import TablePlan, by_columns, clip, is_sparse, plan_table
 from cnr_store.read.replay import Replay, finish, named_rows
 from cnr_store.runtime.threads import Workers, blocks
-from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, Array, ArraySpec, TableCodes, array_specs, escape_bits
+from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, ArraySpec, TableCodes, array_specs, escape_bits
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.types import Rectangle, RowIds
 
@@ -114,7 +113,8 @@ def _check_run(
             first = start if rows is None else 0
             codes = TableCodes.allocate(
                 piece.schema, first, first + stop - start, names=tuple(spec.name for spec in _additive(piece)),
-                mirror=False, allocate=_zeros, columns=piece.columns,
+                mirror=False, columns=piece.columns,
+                allocate=np.zeros,  # rows that no segment sets must not change the digest
             )  # fmt: skip
             for batch in window.batches:
                 try:
@@ -135,11 +135,6 @@ def _check_run(
 
 def _additive(plan: TablePlan) -> list[ArraySpec]:
     return [spec for spec in array_specs(plan.schema, plan.columns).values() if spec.is_additive]
-
-
-def _zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Allocate zeros: rows that no segment sets must not change the digest."""
-    return np.zeros(shape, dtype)
 
 
 def _digest_of(codes: TableCodes, rows: RowIds) -> int:
