@@ -59,8 +59,8 @@ from cnr_store.transfer.exporting import ExportedTensor, ExportReport, export_sn
 from cnr_store.transfer.importing import ImportReport, import_tensors
 from cnr_store.transfer.safetensors_file import TensorFile, TensorSpec
 from cnr_store.types import Rectangle
+from cnr_store.write.encode import RowUpdate
 from cnr_store.write.rate import expected_restores
-from cnr_store.write.row_update import RowUpdate
 from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.table_options import TableOptions
 from cnr_store.write.transaction import Transaction

@@ -21,7 +21,7 @@ from cnr_store.segment.shards import Shard
 from cnr_store.training.precision.rate_control import ScaleChange
 from cnr_store.training.tensors import TensorRows, as_array, flat_rows
 from cnr_store.types import RowIds
-from cnr_store.write.row_update import RowUpdate
+from cnr_store.write.encode import RowUpdate
 from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.table_options import TableOptions
 from cnr_store.write.transaction import Transaction

@@ -25,8 +25,7 @@ from cnr_store.training.shards import (
 )
 from cnr_store.training.tensors import slot_kind, table_dtype_name
 from cnr_store.types import Affine, FloatBits, Lattice, Raw
-from cnr_store.write.schema_choice import asked_bits
-from cnr_store.write.slot_encoding import keeps_exactness, slot_bits_of
+from cnr_store.write.schema_choice import asked_bits, encoding_name, keeps_exactness, slot_bits_of
 from cnr_store.write.table_options import TableOptions
 from cnr_store_gpu import plan_tables, scalar_state
 
@@ -262,7 +261,7 @@ def needs_new_schema(
     dtype = table_dtype_name(shard.weight, shard.table)
     if schema.dtype != dtype or _wants_other_slots(schema, options):
         return True
-    match options.encoding or ("lattice" if dtype == "float32" else "float_bits"):
+    match encoding_name(options, dtype):
         case "raw":
             return not isinstance(schema.encoding, Raw)
         case "affine":
@@ -277,7 +276,7 @@ def needs_new_schema(
 def mirror_estimate(weight: torch.Tensor, slots: Mapping[str, torch.Tensor], options: TableOptions) -> int:
     """Return about how many bytes the code mirror of a table takes: 2 per element, 4 in exact mode."""
     dtype = table_dtype_name(weight, "table")
-    match options.encoding or ("lattice" if dtype == "float32" else "float_bits"):
+    match encoding_name(options, dtype):
         case "lattice":
             per_element = 2
         case "float_bits":

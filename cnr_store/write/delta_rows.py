@@ -35,6 +35,31 @@ from cnr_store.write.encode import (
 )
 from cnr_store.write.table_options import TableOptions
 
+
+@dataclass(frozen=True, slots=True)
+class TouchedTable:
+    """Checked rows of one table or shard, and what they are encoded against.
+
+    Attributes
+    ----------
+    specs
+        The arrays of the columns that are given.
+    mirror
+        The codes of the state that the delta starts from; None writes ``set`` rows only.
+    base_digest
+        Digest of that state.
+    on_bad_rows
+        Rows with NaN, Inf or codes beyond the range: raise, or keep them as exact rows.
+    """
+
+    table: str
+    specs: Mapping[str, ArraySpec]
+    mirror: TableCodes | None
+    given: Given
+    base_digest: int | None
+    on_bad_rows: OnBadRows
+
+
 _BAD = kernels.BAD_ROW
 _WIDTHS = ((np.dtype(np.int16), 2**15 - 1), (np.dtype(np.int32), 2**31 - 1))
 """What differences are stored in, and the largest of each."""
@@ -68,57 +93,33 @@ class StagedRows:
                 mirror.escapes.put(staged.rows, {name: values[name] for name in mirror.arrays})
 
 
-def stage_rows(
-    table: str,
-    specs: Mapping[str, ArraySpec],
-    mirror: TableCodes | None,
-    given: Given,
-    *,
-    base_digest: int | None,
-    absolute: bool,
-    on_bad_rows: OnBadRows,
-    workers: Workers,
-) -> StagedRows:
+def stage_rows(touched: TouchedTable, *, absolute: bool, workers: Workers) -> StagedRows:
     """Encode touched rows against the mirror: ``add`` where it has codes, else ``set``; unchanged rows leave.
 
     Parameters
     ----------
-    specs
-        The arrays of the columns that are given.
-    mirror
-        The codes of the state the delta starts from; None writes ``set`` rows only.
-    base_digest
-        Digest of that state.
     absolute
         Write ``set`` rows although there is a mirror (one_shot deltas apply to the baseline, not to the mirror).
-    on_bad_rows
-        Rows with NaN, Inf or codes beyond the range: raise, or keep them as escape rows.
 
     Raises
     ------
     NonFiniteValues
         Names the table and the first row.
     """
+    specs, given = touched.specs, touched.given
     try:
-        return _stage(StagedRows(specs), mirror, given, base_digest, absolute, workers)
+        return _stage(StagedRows(specs), touched, given, absolute, workers)
     except FoundBadRows:
         bad = _find_bad(specs, given, workers)
     rows = given.rows[bad]
-    if on_bad_rows == "refuse":
-        raise refused_rows(table, int(rows[0]), len(rows))
+    if touched.on_bad_rows == "refuse":
+        raise refused_rows(touched.table, int(rows[0]), len(rows))
     staged = StagedRows(specs, {"escape": escape_list(specs, given.take(bad))})
-    return _stage(staged, mirror, given.take(~bad), base_digest, absolute, workers)
+    return _stage(staged, touched, given.take(~bad), absolute, workers)
 
 
-def _stage(
-    staged: StagedRows,
-    mirror: TableCodes | None,
-    given: Given,
-    base_digest: int | None,
-    absolute: bool,
-    workers: Workers,
-) -> StagedRows:
-    specs = staged.specs
+def _stage(staged: StagedRows, touched: TouchedTable, given: Given, absolute: bool, workers: Workers) -> StagedRows:
+    specs, mirror, base_digest = touched.specs, touched.mirror, touched.base_digest
     change = _leaving(mirror, staged.lists["escape"].rows) if "escape" in staged.lists and mirror is not None else 0
     coded = mirror.is_coded(given.rows) if mirror is not None and not absolute else np.zeros(len(given.rows), np.bool_)
     if coded.all() and len(given.rows) and mirror is not None:

@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from cnr_store.encodings import affine, float_bits, kernels, packing, widths
-from cnr_store.errors import NonFiniteValues
+from cnr_store.encodings.widths import CODE_DTYPES, carrier
+from cnr_store.errors import BadDtype, BadInput, BadShape, NonFiniteValues
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import Array, ArraySpec, decode_block
 from cnr_store.segment.groups import Blocks, RowList
-from cnr_store.types import MAX_CODE, Affine, Lattice, RowIds
+from cnr_store.types import MAX_CODE, Affine, Lattice, Rectangle, RowIds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowUpdate:
+    """New values of some rows of a table: what `Transaction.write_many` takes of each.
+
+    Attributes
+    ----------
+    table
+        Name of the table.
+    row_ids, values, slots, nonfinite, rectangle
+        As for `Transaction.write_rows`.
+    """
+
+    table: str
+    row_ids: RowIds
+    values: Array
+    slots: Mapping[str, Array] = field(default_factory=dict)
+    nonfinite: Literal["refuse", "escape"] | None = None
+    rectangle: Rectangle | None = None
+
 
 ENCODE_ROWS = 16_384
 """Rows per encoding task."""
@@ -184,3 +206,43 @@ def stored_shape(spec: ArraySpec, block: Array) -> Array:
 def columns_of(block: Array) -> Array:
     """Return a stored block as (n, width)."""
     return block.reshape(-1, 1) if block.ndim == 1 else block
+
+
+def check_arrays(
+    table: str,
+    specs: Mapping[str, ArraySpec],
+    rows: int,
+    values: Any,
+    slots: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Check values and slots of ``rows`` rows of a table against its arrays; return array name to each.
+
+    Values are floats in the table's dtype or, of a lattice, its codes as int16 or int32.
+
+    Raises
+    ------
+    BadInput, BadShape, BadDtype
+    """
+    given = {"codes": values, **{f"slots/{name}": array for name, array in slots.items()}}
+    if given.keys() != specs.keys():
+        expected = sorted(name.removeprefix("slots/") for name in specs.keys() - {"codes"})
+        raise BadInput(
+            f"table {table!r} has slots {expected}, found {sorted(slots)}; give every slot with the rows",
+            table=table, expected=expected, found=sorted(slots),
+        )  # fmt: skip
+    for name, array in given.items():
+        spec = specs[name]
+        shape = (rows,) if spec.is_vector else (rows, spec.width)
+        if tuple(array.shape) != shape:
+            raise BadShape(
+                f"{name} of table {table!r} has shape {tuple(array.shape)}, expected {shape}",
+                table=table, expected=shape, found=tuple(array.shape),
+            )  # fmt: skip
+        takes_codes = name == "codes" and isinstance(spec.encoding, Lattice)
+        if np.dtype(array.dtype) != carrier(spec.dtype) and not (takes_codes and np.dtype(array.dtype) in CODE_DTYPES):
+            expected_dtype = f"{carrier(spec.dtype)}{', or its codes as int16 or int32' if takes_codes else ''}"
+            raise BadDtype(
+                f"{name} of table {table!r} has dtype {array.dtype}, expected {expected_dtype}",
+                table=table, expected=expected_dtype, found=str(array.dtype),
+            )  # fmt: skip
+    return given

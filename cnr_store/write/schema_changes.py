@@ -22,12 +22,10 @@ from cnr_store.runtime.ranks import together
 from cnr_store.segment.codes import Array
 from cnr_store.segment.shards import Shard
 from cnr_store.types import Lattice, TableDtype
-from cnr_store.write.argument_checks import checked_size, needs_sample
-from cnr_store.write.draft import SegmentDraft
 from cnr_store.write.schema_agreement import Proposal, agree, agreed_choice, propose
-from cnr_store.write.schema_choice import choose_table_scale, table_schema
+from cnr_store.write.schema_choice import checked_size, choose_table_scale, needs_sample, table_schema
 from cnr_store.write.table_options import TableOptions
-from cnr_store.write.writer_state import WriterState
+from cnr_store.write.writer_state import SegmentDraft, WriterState
 
 logger = logging.getLogger(__name__)
 

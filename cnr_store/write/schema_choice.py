@@ -1,8 +1,17 @@
-"""Turn what a user asks of a table into its schema: encodings, scale from a sample, slots. Pure."""
+"""Turn what a user asks of a table into its schema: encodings, scale from a sample, slots. Pure.
+
+An optimizer slot is stored as exactly as its table's ``bits`` need it. Two kinds of slots are known by name. Sums and
+means of squared gradients are positive and have a wide range: `FloatBits` of few mantissa bits. Means of gradients have
+both signs, and an optimizer forgets them in some ten steps: a `Lattice`, with a share of their root mean square as
+step. Any other slot keeps 7 mantissa bits, unless ``slot_bits`` names it. `SLOT_PRECISION` was measured
+(``format_spec/decisions/0025``).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,15 +19,26 @@ import numpy.typing as npt
 
 from cnr_store.encodings import affine, float_bits
 from cnr_store.encodings.choose import choose_greedy, expected_bits
+from cnr_store.encodings.float_bits import EXACT_MANTISSA_BITS
+from cnr_store.encodings.lattice import LARGEST_SCALE, SMALLEST_SCALE
 from cnr_store.encodings.sampling import RowSample
 from cnr_store.encodings.scale import ScaleChoice, measure_scale
 from cnr_store.encodings.widths import to_float32
 from cnr_store.errors import BadDtype, BadInput, BadShape
-from cnr_store.format.limits import MAX_DIM, MAX_SLOTS
+from cnr_store.format.limits import MAX_DIM, MAX_ELEMENTS, MAX_SLOTS
 from cnr_store.format.records import SlotSchema, TableSchema
-from cnr_store.types import Affine, AffineBits, Encoding, EncodingName, FloatBits, Lattice, Precision, Raw, TableDtype
-from cnr_store.write.slot_encoding import choose_slot_encoding, slot_bits_of
-from cnr_store.write.table_options import TableOptions, check_used
+from cnr_store.types import (
+    Affine,
+    AffineBits,
+    Encoding,
+    EncodingName,
+    FloatBits,
+    Lattice,
+    Precision,
+    Raw,
+    TableDtype,
+)
+from cnr_store.write.table_options import SlotBits, TableOptions, check_used
 
 _DEFAULT_BITS: AffineBits = 8
 _NUMPY_DTYPES: dict[str, TableDtype] = {"float32": "float32", "float16": "float16", "uint16": "bfloat16"}
@@ -172,7 +192,7 @@ def choose_table_scale(
     return measure_scale(_sampled(sample, dtype), dtype, precision, held=held, may_escape=may_escape)
 
 
-def encoding_name(options: TableOptions, dtype: TableDtype) -> EncodingName:
+def encoding_name(options: TableOptions, dtype: str) -> EncodingName:
     """Return the encoding that the options mean for a table of this dtype."""
     return options.encoding or ("lattice" if dtype == "float32" else "float_bits")
 
@@ -203,3 +223,107 @@ def _slot_schema(
         encoding=choose_slot_encoding(name, array, dtype, bits, beside),
         mirror=mirror,
     )
+
+
+def checked_size(table: str, what: str, size: Any, *, dim: int = 1, least: int = 0) -> int:
+    """Return a number of rows, columns or halvings as an int; raises `BadShape` if it is none or out of range."""
+    if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < least or size * dim > MAX_ELEMENTS:
+        raise BadShape(f"table {table!r} cannot have {size!r} {what}", table=table, expected=least, found=size)
+    return int(size)
+
+
+def needs_sample(options: TableOptions, dtype: str) -> bool:
+    """Return whether these options choose a scale on a sample of rows."""
+    return encoding_name(options, dtype) == "lattice" and options.scale is None and options.max_error is None
+
+
+OTHER_MANTISSA_BITS = 7
+"""Of slots that are neither squares nor means by their name, unless ``slot_bits`` names them."""
+
+ROW_MANTISSA_BITS = 4
+"""Of sums and means with one number per row, whatever the bits: they cost little beside the row."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPrecision:
+    """How slots are stored beside a table of so many bits.
+
+    Attributes
+    ----------
+    mantissa_bits
+        Of float_bits, 0 to 7.
+    step
+        Lattice step of a mean of gradients over the root mean square of its elements that are not zero. 0: float_bits
+        as well.
+    """
+
+    mantissa_bits: int
+    step: float
+
+
+SLOT_PRECISION: dict[AffineBits, SlotPrecision] = {
+    2: SlotPrecision(0, 1.0),
+    3: SlotPrecision(1, 1.0),
+    4: SlotPrecision(2, 0.5),
+    8: SlotPrecision(4, 1 / 16),
+}
+"""Bits of a table to the precision of its slots."""
+
+_SQUARES = frozenset({"sum", "exp_avg_sq", "momentum2"})
+_SECOND_MOMENTS = frozenset({"exp_avg_sq", "momentum2"})
+
+
+def slot_bits_of(options: TableOptions, name: str, bits: AffineBits) -> SlotBits | None:
+    """Return the bits of a slot in a table of ``bits``; None if no precision was given."""
+    asked = options.slot_bits
+    if asked is not None and not isinstance(asked, str | int):
+        asked = asked.get(name)
+    if asked is not None:
+        return asked
+    return bits if name in _SQUARES or name in ("exp_avg", "momentum1") else None
+
+
+def choose_slot_encoding(
+    name: str, array: Any, dtype: TableDtype, bits: SlotBits | None, beside: Collection[str]
+) -> Encoding:
+    """Return the encoding of a slot.
+
+    Parameters
+    ----------
+    array
+        The slot's values, (rows,) or (rows, width); of means a sample is read.
+    bits
+        What `slot_bits_of` returned.
+    beside
+        The names of all slots of the table: ``momentum1`` is a mean beside a second moment, else a sum of squares.
+    """
+    exact = EXACT_MANTISSA_BITS[dtype]
+    if dtype != "float32" or bits == "exact":
+        return FloatBits(mantissa_bits=exact)
+    if bits is None:
+        return FloatBits(mantissa_bits=OTHER_MANTISSA_BITS)
+    if len(array.shape) == 1:
+        return FloatBits(mantissa_bits=ROW_MANTISSA_BITS)
+    precision = SLOT_PRECISION[bits]
+    if _is_mean(name, beside):
+        step = precision.step * root_mean_square(RowSample(array, dtype))
+        if step > 0.0:
+            return Lattice(scale=float(np.float32(min(max(step, SMALLEST_SCALE), LARGEST_SCALE / 2))))
+    return FloatBits(mantissa_bits=precision.mantissa_bits)
+
+
+def root_mean_square(sample: RowSample) -> float:
+    """Return that of the finite elements that are not zero: rows that no step has touched say nothing. 0 for none."""
+    values = sample.rows().astype(np.float64)
+    known = values[np.isfinite(values) & (values != 0.0)]
+    return math.sqrt(float(np.mean(np.square(known)))) if known.size else 0.0
+
+
+def keeps_exactness(slot: SlotSchema, bits: SlotBits | None) -> bool:
+    """Whether a stored slot is exact just if it is asked to be; how exact it is otherwise stays as it was chosen."""
+    is_exact = slot.encoding == FloatBits(mantissa_bits=EXACT_MANTISSA_BITS[slot.dtype])
+    return slot.dtype != "float32" or is_exact == (bits == "exact")
+
+
+def _is_mean(name: str, beside: Collection[str]) -> bool:
+    return name == "exp_avg" or (name == "momentum1" and not _SECOND_MOMENTS.isdisjoint(beside))

@@ -1,20 +1,148 @@
-"""One rank's share of a segment: all data that a transaction was given, and where it is written."""
+"""One rank's share of a segment: tables (`staged_tables`), dense tensors, scalars, documents; and where it is put."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from cnr_store.format.layout import writer_folder
-from cnr_store.format.records import Manifest, Receipt
-from cnr_store.segment.writer import SegmentWriter
+import msgspec
+import numpy as np
+
+from cnr_store.errors import BadInput, TableNotFound
+from cnr_store.format import document_tree
+from cnr_store.format.documents import canonical_json
+from cnr_store.format.layout import check_name, writer_folder
+from cnr_store.format.limits import MAX_USER_NESTING
+from cnr_store.format.manifest_state import is_same_tensor
+from cnr_store.format.nesting import nests_deeper
+from cnr_store.format.packed import pack
+from cnr_store.format.records import DenseEntry, Manifest, Receipt
+from cnr_store.segment.codes import Array
+from cnr_store.segment.writer import SegmentWriter, check_dense_dtype
+from cnr_store.storage import object_digest
 from cnr_store.types import JsonValue
-from cnr_store.write.argument_checks import check_json
-from cnr_store.write.draft import SegmentDraft
-from cnr_store.write.part_layout import PartWriter
 from cnr_store.write.schema_changes import SchemaChanges
-from cnr_store.write.staged_documents import StagedDocuments
 from cnr_store.write.staged_tables import StagedTables
-from cnr_store.write.writer_state import WriterState
+from cnr_store.write.writer_state import SegmentDraft, WriterState
+
+
+class StagedDocuments:
+    """Dense tensors, scalars and documents of one transaction. Methods raise what those of `Transaction` say.
+
+    Attributes
+    ----------
+    scalars
+        Plain values of the manifest; those of rank 0 count.
+    tensors
+        The names of the dense tensors of the new state; known on rank 0, once they are put.
+    """
+
+    def __init__(self, state: WriterState) -> None:
+        self._state = state
+        self.scalars: dict[str, JsonValue] = {}
+        self.tensors: set[str] = set()
+        self._given: dict[str, Array] = {}
+        self._dtypes: dict[str, str] = {}
+        self._dropped: set[str] = set()
+        self._documents: dict[str, Any] = {}
+
+    def put_dense(self, tensors: Mapping[str, Array], dtypes: Mapping[str, str]) -> None:
+        """Take new values of dense tensors; nothing of the call if one of them is refused."""
+        self._refuse_unless_first("dense tensors")
+        taken: dict[str, Array] = {}
+        for name, tensor in tensors.items():
+            check_name(name)
+            if name in self._given or name in self._dropped:
+                raise BadInput(f"dense tensor {name!r} was given twice, or dropped and given", found=name)
+            # Not ascontiguousarray, which turns a tensor without dimensions into one of shape (1,).
+            array = np.asarray(tensor, order="C")
+            taken[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
+            check_dense_dtype(name, taken[name].dtype, dtypes.get(name))
+        self._given.update(taken)
+        self._dtypes.update({name: dtype for name, dtype in dtypes.items() if name in taken})
+
+    def drop_dense(self, name: str) -> None:
+        """End a dense tensor."""
+        self._refuse_unless_first("dense tensors")
+        snapshot = self._state.snapshot
+        if snapshot is None or name not in snapshot.dense:
+            raise TableNotFound(f"no dense tensor {name!r}", table=name)
+        if name in self._given:
+            raise BadInput(f"dense tensor {name!r} was given in this transaction", found=name)
+        self._dropped.add(name)
+
+    def put_scalars(self, scalars: Mapping[str, JsonValue]) -> None:
+        """Take plain values."""
+        self._refuse_unless_first("scalars")
+        check_json("scalars", scalars)
+        self.scalars.update(scalars)
+
+    def put_document(self, name: str, value: Any, default: document_tree.Default | None) -> None:
+        """Encode a document."""
+        for part in name.split("/"):
+            check_name(part)
+        self._documents[name] = document_tree.encode(value, default)
+
+    def write(self, out: SegmentWriter, base: Manifest | None) -> None:
+        """Put documents and, on rank 0, dense tensors, but for those that ``base`` has with the same bytes.
+
+        ``base``: the manifest that the segment is a delta to; None of a baseline.
+        """
+        if self._state.setup.ranks.rank == 0:
+            self._write_dense(out, base)
+        held = {} if base is None else base.documents
+        for name, document in self._documents.items():
+            data = pack(document)
+            old = held[name].object if name in held else None
+            if old is not None and (old.size, old.xxh3_128) == (len(data), object_digest(data)):
+                out.keep_document(name)
+            else:
+                out.write_document(name, data)
+
+    def _write_dense(self, out: SegmentWriter, base: Manifest | None) -> None:
+        """Put the tensors of the new state that ``base`` does not have: those given and those of earlier deltas."""
+        before = self._state.snapshot
+        held = {} if before is None or before.is_empty else before.dense
+        kept = {} if base is None else base.dense
+        changed: dict[str, Array] = {}
+        dtypes = dict(self._dtypes)
+        self.tensors = (self._given.keys() | held.keys()) - self._dropped
+        for name in sorted(self.tensors):
+            old = kept.get(name)
+            if name in self._given:
+                if old is None or not self._is_unchanged(name, old):
+                    changed[name] = self._given[name]
+            elif before is not None and (old is None or not is_same_tensor(old, held[name])):
+                changed[name] = before.read_dense(name)
+                dtypes.setdefault(name, held[name].dtype)
+        out.write_dense(changed, dtypes)
+
+    def _is_unchanged(self, name: str, old: DenseEntry) -> bool:
+        """Whether the tensor given has the bytes, dtype and shape of ``old``."""
+        tensor = self._given[name]
+        if (old.shape, old.dtype) != (tensor.shape, self._dtypes.get(name, tensor.dtype.name)):
+            return False
+        return old.digest == object_digest(tensor.reshape(-1).view(np.uint8).data)
+
+    def _refuse_unless_first(self, what: str) -> None:
+        if self._state.setup.ranks.rank > 0:
+            raise BadInput(
+                f"{what} are the same on every rank and saved by rank 0; this is rank {self._state.setup.ranks.rank}"
+            )
+
+
+def check_json(what: str, values: Mapping[str, JsonValue]) -> None:
+    """Raise `BadInput` unless ``values`` can be stored as JSON, not nested too deep."""
+    if nests_deeper(dict(values), MAX_USER_NESTING):
+        raise BadInput(
+            f"{what} nests deeper than {MAX_USER_NESTING} levels (or contains itself); flatten it, or save it as a "
+            "document, which may nest 64",
+            expected=MAX_USER_NESTING, found=what,
+        )  # fmt: skip
+    try:
+        canonical_json(dict(values))
+    except (TypeError, ValueError, msgspec.MsgspecError) as error:
+        raise BadInput(f"{what} cannot be stored as JSON: {error}", found=what) from error
 
 
 class StagedSegment:
@@ -32,14 +160,13 @@ class StagedSegment:
         setup = state.setup
         self._state = state
         self._attempt = draft.txn[:8]
-        out = SegmentWriter(
+        self._out = SegmentWriter(
             setup.storage, draft.segment, folder=writer_folder(setup.ranks.rank, self._attempt),
             workers=setup.workers, throttle=setup.throttle,
         )  # fmt: skip
-        self._parts = PartWriter(out)
         self.draft = draft
         self.schemas = SchemaChanges(state, draft)
-        self.tables = StagedTables(state, draft, self.schemas, self._parts)
+        self.tables = StagedTables(state, draft, self.schemas, self._out)
         self.documents = StagedDocuments(state)
 
     @property
@@ -56,10 +183,10 @@ class StagedSegment:
 
     def write(self) -> tuple[Receipt, str | None]:
         """Put this rank's objects and return their receipt, and its sha256 if it was put: rank 0 puts none. Blocks."""
-        ranks, out = self._state.setup.ranks, self._parts.out
+        ranks, out = self._state.setup.ranks, self._out
         base = self.base_manifest
         parts = self.tables.write_parts(base)
-        self.documents.write(self._parts, base)
+        self.documents.write(out, base)
         receipt = out.finish(
             txn=self.draft.txn, rank=ranks.rank, world=ranks.world, attempt=self._attempt,
             base=self._state.head.record.v, l0=self.draft.l0, parts=parts,

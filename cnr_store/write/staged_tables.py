@@ -1,4 +1,4 @@
-"""The rows that a transaction was given, encoded: whole tables, changed rows, deleted rows."""
+"""The rows that a transaction was given: encoded, and put as row lists: whole tables, changed rows, deleted rows."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import numpy as np
 
 from cnr_store.errors import BadInput, BadRowIds, BadShape, DoesNotApply
 from cnr_store.format.layout import check_name
-from cnr_store.format.records import Manifest, TableSchema
+from cnr_store.format.records import Manifest, PartPlace, TableSchema
 from cnr_store.read.changed_rows import rows_since
 from cnr_store.segment.codes import Array, TableCodes, array_specs
-from cnr_store.segment.groups import WrittenPart
+from cnr_store.segment.groups import RowList, WrittenList, WrittenPart
 from cnr_store.segment.reader import SegmentReader
+from cnr_store.segment.row_order import order_of
 from cnr_store.segment.rows import own_row_ids
 from cnr_store.segment.shards import Shard
+from cnr_store.segment.writer import SegmentWriter
 from cnr_store.types import Rectangle, RowIds
-from cnr_store.write.argument_checks import check_arrays, checked_size
 from cnr_store.write.baseline_rows import (
     StagedTable,
     is_fully_mirrored,
@@ -25,17 +26,87 @@ from cnr_store.write.baseline_rows import (
     stage_mirror,
     stage_table,
 )
-from cnr_store.write.delta_rows import StagedRows, options_on_bad_rows, stage_delete
-from cnr_store.write.draft import SegmentDraft
-from cnr_store.write.encode import Given, columns_of, refused_rows
+from cnr_store.write.delta_rows import StagedRows, TouchedTable, options_on_bad_rows, stage_delete
+from cnr_store.write.encode import Given, RowUpdate, StagedList, check_arrays, columns_of, refused_rows
 from cnr_store.write.mirrors import Mirrors
-from cnr_store.write.part_layout import PartWriter
-from cnr_store.write.row_update import RowUpdate
 from cnr_store.write.schema_changes import SchemaChanges
-from cnr_store.write.schema_choice import table_dtype
-from cnr_store.write.table_batch import TouchedTable, apply_tables, stage_tables
+from cnr_store.write.schema_choice import checked_size, table_dtype
+from cnr_store.write.table_batch import apply_tables, stage_tables
 from cnr_store.write.table_options import TableOptions
-from cnr_store.write.writer_state import WriterState
+from cnr_store.write.writer_state import SegmentDraft, WriterState
+
+
+class PartWriter:
+    """Puts the row lists of tables into a segment, and remembers what the manifest says of them.
+
+    Attributes
+    ----------
+    out
+        The segment's writer.
+    entries
+        Shard to operation to the row list that was written; in this order the segment has the parts.
+    """
+
+    def __init__(self, out: SegmentWriter) -> None:
+        self.out = out
+        self.entries: dict[Shard, dict[str, WrittenList]] = {}
+
+    def write_table(self, shard: Shard, staged: StagedTable) -> None:
+        """Write all rows of a shard: coded rows as ``set``, exact ones as ``escape``."""
+        entries = self.entries.setdefault(shard, {})
+        lists = {"set": staged.rows, "escape": None if staged.escape is None else staged.escape.row_list()}
+        for operation, row_list in lists.items():
+            if row_list is not None:
+                entries[operation] = self.out.write_row_list(operation, row_list)
+
+    def write_lists(self, changed: Mapping[Shard, Sequence[StagedRows]]) -> None:
+        """Write the row lists of a delta; a shard without any gets no object."""
+        runs: dict[int, list[tuple[Shard, StagedRows]]] = {}
+        for shard, changes in changed.items():
+            entries = self.entries.setdefault(shard, {})
+            # Parts stand in the order of their rows in each group, so lists of one shard are written one by one.
+            if len(changes) == 1 and changes[0].run is not None and changes[0].lists:
+                runs.setdefault(id(changes[0].run), []).append((shard, changes[0]))
+                continue
+            for staged in changes:
+                for operation, item in staged.lists.items():
+                    entries[operation] = self.out.write_row_list(operation, _row_list(operation, staged, item))
+        for own in runs.values():
+            self._write_run(sorted(own, key=lambda one: one[1].start))
+
+    def _write_run(self, own: Sequence[tuple[Shard, StagedRows]]) -> None:
+        """Write the lists of shards that have no others, of one run in its order."""
+        counts = [len(staged.lists["add"].rows) for _, staged in own]
+        first, run = own[0][1], own[0][1].run
+        assert run is not None  # asked before
+        joined = _row_list("add", first, run)
+        if sum(counts) == joined.count and max(counts) < joined.full_chunk_rows:
+            written = self.out.write_small_lists("add", joined, counts)
+        else:
+            written = [
+                self.out.write_row_list("add", _row_list("add", staged, staged.lists["add"])) for _, staged in own
+            ]
+        for (shard, _), one in zip(own, written, strict=True):
+            del self.entries[shard]
+            self.entries[shard] = {"add": one}
+
+    def part(self, shard: Shard, schema: TableSchema, base_digest: int | None, state_digest: int | None) -> WrittenPart:
+        """Return this writer's rectangle of a table."""
+        rectangle = shard.rectangle_in(schema)
+        place = PartPlace(
+            table=shard.table, rows=rectangle.rows, columns=rectangle.columns,
+            base_digest=_hex(base_digest), state_digest=_hex(state_digest),
+        )  # fmt: skip
+        return WrittenPart(place, self.entries.get(shard, {}))
+
+
+def _row_list(operation: str, staged: StagedRows, item: StagedList) -> RowList:
+    dtypes = {name: array.dtype for name, array in item.arrays.items()}
+    return item.row_list(order_of(operation, staged.specs, dtypes))
+
+
+def _hex(digest: int | None) -> str | None:
+    return None if digest is None else f"{digest:016x}"
 
 
 class StagedTables:
@@ -44,11 +115,11 @@ class StagedTables:
     Whole tables are put when they are given, row lists by `write_parts`. Mirrors move by `move_mirrors` alone.
     """
 
-    def __init__(self, state: WriterState, draft: SegmentDraft, schemas: SchemaChanges, parts: PartWriter) -> None:
+    def __init__(self, state: WriterState, draft: SegmentDraft, schemas: SchemaChanges, out: SegmentWriter) -> None:
         self._state = state
         self._draft = draft
         self._schemas = schemas
-        self._parts = parts
+        self._parts = PartWriter(out)
         self._rows: dict[Shard, list[StagedRows]] = {}
         self._whole: dict[Shard, StagedTable] = {}
         self._live: dict[Shard, RowIds] = {}

@@ -7,8 +7,7 @@ begin than a hundred rows take (`format_spec/decisions/0027`). What is not small
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -20,22 +19,10 @@ from cnr_store.runtime.addresses import address_of
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import Array, ArraySpec, TableCodes
 from cnr_store.types import FloatBits, Lattice
-from cnr_store.write.delta_rows import StagedRows, finish_move, stage_rows, wraps
-from cnr_store.write.encode import ENCODE_ROWS, Given, OnBadRows, StagedList, columns_of
+from cnr_store.write.delta_rows import StagedRows, TouchedTable, finish_move, stage_rows, wraps
+from cnr_store.write.encode import ENCODE_ROWS, StagedList, columns_of
 
 _MOST = 2**15 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class TouchedTable:
-    """Checked rows of one table or shard, and what `delta_rows.stage_rows` encodes them against."""
-
-    table: str
-    specs: Mapping[str, ArraySpec]
-    mirror: TableCodes | None
-    given: Given
-    base_digest: int | None
-    on_bad_rows: OnBadRows
 
 
 class _Differences(NamedTuple):
@@ -67,12 +54,9 @@ def stage_tables(touched: Sequence[TouchedTable], *, absolute: bool, workers: Wo
         for number, rows in zip(run, found, strict=True):
             staged[number] = rows
     return [
-        stage_rows(
-            one.table, one.specs, one.mirror, one.given,
-            base_digest=one.base_digest, absolute=absolute, on_bad_rows=one.on_bad_rows, workers=workers,
-        ) if rows is None else rows
+        stage_rows(one, absolute=absolute, workers=workers) if rows is None else rows
         for one, rows in zip(touched, staged, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def _runs(items: Sequence[int], counts: Sequence[int]) -> list[list[int]]:

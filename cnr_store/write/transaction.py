@@ -14,12 +14,11 @@ from cnr_store.format.records import Manifest, TableSchema
 from cnr_store.segment.codes import Array
 from cnr_store.types import JsonValue, Rectangle, RowIds
 from cnr_store.write.commit import Commit
-from cnr_store.write.draft import CommitKind, SegmentDraft
-from cnr_store.write.row_update import RowUpdate
+from cnr_store.write.encode import RowUpdate
 from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.staged_segment import StagedSegment
 from cnr_store.write.table_options import TableOptions
-from cnr_store.write.writer_state import WriterState
+from cnr_store.write.writer_state import CommitKind, SegmentDraft, WriterState
 
 
 class Transaction:

@@ -20,10 +20,9 @@ from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.segment.codes import Array, array_specs
 from cnr_store.segment.shards import Shard
 from cnr_store.types import MAX_CHAIN, SlotsRule
-from cnr_store.write.draft import CommitKind, SegmentDraft
 from cnr_store.write.mirrors import Mirrors
 from cnr_store.write.transaction import Transaction
-from cnr_store.write.writer_state import WriterState
+from cnr_store.write.writer_state import CommitKind, SegmentDraft, WriterState
 
 Base = Literal["head", "baseline"]
 Outputs = (

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 from cnr_store.errors import (
     BadInput,
@@ -20,7 +20,8 @@ from cnr_store.errors import (
     StorageFailure,
 )
 from cnr_store.format.commit_record import LogEntry
-from cnr_store.format.records import ChainEntry, TableSchema, WriterInfo
+from cnr_store.format.layout import segment_name
+from cnr_store.format.records import ChainEntry, CommitRecord, TableSchema, WriterInfo
 from cnr_store.log.author import fenced_by
 from cnr_store.log.commit_log import CommitLog
 from cnr_store.log.expiry import expired_by
@@ -33,6 +34,34 @@ from cnr_store.segment.shards import Placement, Shard, shards_of
 from cnr_store.storage import Storage
 from cnr_store.types import Rectangle
 from cnr_store.write.mirrors import Mirrors
+
+CommitKind = Literal["baseline", "delta"]
+
+
+@dataclass(slots=True)
+class SegmentDraft:
+    """The kind, step and name of a new segment, and the number ``keep`` of chain segments that it follows.
+
+    ``is_one_shot``: whether it takes the place of deltas. ``step`` alone may change.
+    """
+
+    kind: CommitKind
+    step: int
+    txn: str
+    segment: str
+    keep: int
+    l0: int
+    is_one_shot: bool
+
+    @classmethod
+    def after(cls, head: CommitRecord, kind: CommitKind, *, step: int, txn: str, one_shot: bool) -> SegmentDraft:
+        """Return the draft of a segment after ``head``: a delta after its last segment or its baseline."""
+        is_delta = kind == "delta"
+        keep = 0 if not is_delta else 1 if one_shot else len(head.chain)
+        l0 = head.chain[keep - 1].l1 if is_delta else 0
+        is_one_shot = is_delta and keep < len(head.chain)
+        return cls(kind, step, txn, segment_name(head.v, txn), keep, l0, is_one_shot)
+
 
 logger = logging.getLogger(__name__)
 

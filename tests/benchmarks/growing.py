@@ -19,7 +19,7 @@ from cnr_store import Store, TableOptions
 from cnr_store.format.layout import segment_prefix
 from cnr_store.training import CheckpointManager
 from cnr_store.types import Float32s, Rectangle, RowIds
-from cnr_store.write.row_update import RowUpdate
+from cnr_store.write.encode import RowUpdate
 from cnr_store.write.schema_changes import Declaration
 from tests.support.ranks import ThreadRank, thread_ranks
 

@@ -24,9 +24,8 @@ from cnr_store import TableOptions, segment_sizes
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.training import CheckpointManager, StoreOptions, TrackingOptions
 from cnr_store.types import AffineBits
-from cnr_store.write import slot_encoding
-from cnr_store.write.schema_choice import choose_table_scale
-from cnr_store.write.slot_encoding import SlotPrecision
+from cnr_store.write import schema_choice
+from cnr_store.write.schema_choice import SlotPrecision, choose_table_scale
 from cnr_store_tools.demo import metrics
 from cnr_store_tools.demo.batches import TimeOrderedBatches
 from cnr_store_tools.demo.model import SmallDLRM
@@ -223,8 +222,8 @@ def schedule(steps: int, restores: int) -> tuple[list[int], list[int]]:
 def slots_as_in(setting: Setting) -> Iterator[None]:
     """Let ``slot_bits=8`` mean what a setting says of slots: the table that is measured here is what users get."""
     measured = SlotPrecision(setting.mantissa, setting.step)
-    by_row = patch.object(slot_encoding, "ROW_MANTISSA_BITS", setting.mantissa)
-    with patch.dict(slot_encoding.SLOT_PRECISION, {8: measured}), by_row:
+    by_row = patch.object(schema_choice, "ROW_MANTISSA_BITS", setting.mantissa)
+    with patch.dict(schema_choice.SLOT_PRECISION, {8: measured}), by_row:
         yield
 
 

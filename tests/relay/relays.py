@@ -12,7 +12,7 @@ from cnr_store import CorruptStore, RetentionPolicy, Store, TableOptions, collec
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.relay.relay import Relay
 from cnr_store.storage import Storage, storage_from_filesystem
-from cnr_store.write.draft import CommitKind
+from cnr_store.write.writer_state import CommitKind
 from tests.support.faulty import IsolatedMemoryFileSystem
 
 FAR, NEAR = "/far", "/near"

@@ -15,7 +15,7 @@ from cnr_store.format.records import TableSchema
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import TableCodes, array_specs
 from cnr_store.write.baseline_rows import stage_mirror, stage_table
-from cnr_store.write.delta_rows import StagedRows, stage_delete, stage_rows
+from cnr_store.write.delta_rows import StagedRows, TouchedTable, stage_delete, stage_rows
 from cnr_store.write.encode import Given
 from cnr_store.write.schema_choice import table_schema
 
@@ -50,10 +50,10 @@ def stage(
         ("codes" if name == "values" else f"slots/{name}"): array.reshape(len(array), -1)
         for name, array in arrays.items()
     }
-    return stage_rows(
-        "t", array_specs(schema), mirror, Given(np.asarray(rows, np.int64), values),
-        base_digest=None if mirror is None else mirror.digest(), absolute=absolute, on_bad_rows=bad, workers=workers,
-    )  # fmt: skip
+    digest = None if mirror is None else mirror.digest()
+    given = Given(np.asarray(rows, np.int64), values)
+    touched = TouchedTable("t", array_specs(schema), mirror, given, digest, bad)
+    return stage_rows(touched, absolute=absolute, workers=workers)
 
 
 def moved(staged: StagedRows, mirror: TableCodes, workers: Workers) -> None:

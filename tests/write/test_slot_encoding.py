@@ -12,13 +12,13 @@ from cnr_store.encodings.sampling import RowSample
 from cnr_store.format.records import SlotSchema
 from cnr_store.types import FloatBits, Lattice
 from cnr_store.write.schema_agreement import agree, propose
-from cnr_store.write.schema_choice import table_schema
-from cnr_store.write.slot_encoding import (
+from cnr_store.write.schema_choice import (
     OTHER_MANTISSA_BITS,
     ROW_MANTISSA_BITS,
     SLOT_PRECISION,
     keeps_exactness,
     root_mean_square,
+    table_schema,
 )
 
 RANDOM = np.random.default_rng(3)

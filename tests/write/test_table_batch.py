@@ -18,10 +18,10 @@ from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import ABSENT, TableCodes, array_specs
 from cnr_store.segment.rows import check_row_ids, own_row_ids
 from cnr_store.write.baseline_rows import stage_table
-from cnr_store.write.delta_rows import StagedRows, stage_rows
+from cnr_store.write.delta_rows import StagedRows, TouchedTable, stage_rows
 from cnr_store.write.encode import Given
 from cnr_store.write.schema_choice import table_schema
-from cnr_store.write.table_batch import TouchedTable, apply_tables, stage_tables
+from cnr_store.write.table_batch import apply_tables, stage_tables
 
 ROWS = 12
 
@@ -61,13 +61,6 @@ def touched_table(data: st.DataObject, number: int, workers: Workers) -> Touched
     return TouchedTable(f"t{number}", array_specs(schema), mirror, Given(rows, new), mirror.digest(), "escape")
 
 
-def alone(one: TouchedTable, workers: Workers, *, absolute: bool) -> StagedRows:
-    return stage_rows(
-        one.table, one.specs, one.mirror, one.given,
-        base_digest=one.base_digest, absolute=absolute, on_bad_rows=one.on_bad_rows, workers=workers,
-    )  # fmt: skip
-
-
 def lists_of(staged: StagedRows) -> dict[str, object]:
     return {
         operation: (item.rows.tolist(), {n: (a.dtype, a.shape, a.tobytes()) for n, a in item.arrays.items()})
@@ -90,7 +83,7 @@ def test_tables_together_have_the_row_lists_of_each_alone(data: st.DataObject) -
 
         together = stage_tables(touched, absolute=absolute, workers=workers)
 
-        expected = [alone(one, workers, absolute=absolute) for one in touched]
+        expected = [stage_rows(one, absolute=absolute, workers=workers) for one in touched]
         assert [lists_of(staged) for staged in together] == [lists_of(staged) for staged in expected]
         assert [staged.digest for staged in together] == [staged.digest for staged in expected]
         moved = [copy.deepcopy(one.mirror) for one in touched if one.mirror is not None]
@@ -121,7 +114,9 @@ def test_tables_of_many_rows_are_encoded_in_several_runs() -> None:
                 TouchedTable(f"t{number}", array_specs(schema), mirror, given_rows, mirror.digest(), "refuse")
             )  # fmt: skip
         found = stage_tables(touched, absolute=False, workers=workers)
-        assert [lists_of(one) for one in found] == [lists_of(alone(one, workers, absolute=False)) for one in touched]
+        assert [lists_of(one) for one in found] == [
+            lists_of(stage_rows(one, absolute=False, workers=workers)) for one in touched
+        ]
 
 
 @settings(max_examples=200, deadline=None)
