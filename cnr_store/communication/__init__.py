@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from cnr_store.communication.meter import Meter, Traffic
 from cnr_store.communication.state import CommunicationState, RankState, StateTensor, chunk, reshard
+from cnr_store.communication.thresholding import ThresholdedGradients, ThresholdReport
 
 __all__ = [
     "CommunicationState",
     "Meter",
     "RankState",
     "StateTensor",
+    "ThresholdReport",
+    "ThresholdedGradients",
     "Traffic",
     "chunk",
     "reshard",

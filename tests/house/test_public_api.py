@@ -67,6 +67,7 @@ PUBLIC = {
     "cnr_store.communication": """
         CommunicationState RankState StateTensor chunk reshard
         Meter Traffic
+        ThresholdedGradients ThresholdReport
     """,
     "cnr_store.training": """
         CheckpointManager SavePolicy TrackingOptions PrecisionPolicy StoreOptions RestoredState load LoadedState

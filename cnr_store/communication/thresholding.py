@@ -1,0 +1,297 @@
+"""Sends only the gradients above a threshold, and keeps the rest for later steps (DCT of Gupta et al., KDD 2021).
+
+The threshold of a tensor is chosen from order statistics once in many steps. In between it follows the number of values
+that cross it: held constant, it would let 30 times too many through, as what was held back piles up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from cnr_store.communication.buckets import (
+    Result,
+    gathered,
+    mean_of_dense,
+    mean_of_sparse,
+    message_bytes,
+    register,
+)
+from cnr_store.communication.state import RankState, StateTensor
+from cnr_store.errors import BadInput
+from cnr_store.runtime.arguments import checked_choice, checked_count, checked_number
+
+_POWER, _SLOWEST, _FASTEST = 0.2, 0.67, 1.5
+_COUNTED = 8
+"""Crossings are counted up to so many times the kept ones: there the factor of the threshold is at its largest."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThresholdReport:
+    """What a hook has sent since it was made, on this rank.
+
+    Attributes
+    ----------
+    steps
+        Backward passes.
+    sent_values, sent_bytes, dense_bytes
+        Values that reached their thresholds; bytes that were given to collectives; what they would be without the hook.
+        Sparse gradients are left out of all three.
+    thresholds, residual_norms
+        By parameter: the threshold now, and the Euclidean norm of what is held back.
+    """
+
+    steps: int
+    sent_values: int
+    sent_bytes: int
+    dense_bytes: int
+    thresholds: Mapping[str, float]
+    residual_norms: Mapping[str, float]
+
+
+class _Held:
+    """What a rank holds back of one parameter: fp32 residual (n + 1,), of which the last is always 0; its threshold."""
+
+    __slots__ = ("residual", "sent", "threshold")
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.residual = torch.zeros(parameter.numel() + 1, device=parameter.device)
+        self.threshold = torch.zeros((), device=parameter.device)
+        self.sent = torch.zeros((), dtype=torch.int64, device=parameter.device)
+
+
+def kept_values(length: int, keep: float) -> int:
+    """Return how many values of a tensor are sent in a step: ``keep`` of them, at least one."""
+    return min(length, max(1, round(keep * length)))
+
+
+def take_above(
+    residual: torch.Tensor, threshold: torch.Tensor, count: int, *, renew: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Take the first ``count`` values of at least the threshold out of a residual; returns indices, values, threshold.
+
+    No synchronisation with a device. Where fewer values cross, the rest of ``count`` is the last index with value 0.
+
+    Parameters
+    ----------
+    residual
+        float32 (n + 1,), the last one 0; the values taken become 0 in it. NaN and Inf cross every threshold.
+    threshold
+        float32 (), for the next step renewed from what crossed: by at most a third less or half more. One that is 0 or
+        not finite begins at the largest value.
+    renew
+        Choose it anew: the ``count``-th largest value.
+    """
+    sizes = residual[:-1].abs()
+    if renew:
+        threshold = sizes.topk(count, sorted=False).values.amin()
+    threshold = torch.where((threshold > 0) & threshold.isfinite(), threshold, sizes.amax())
+    crosses = (sizes < threshold).logical_not_()
+    length = len(sizes)
+    found = torch.nonzero_static(crosses, size=min(length, _COUNTED * count), fill_value=length).view(-1)
+    crossed = (found < length).sum()
+    indices = found[:count]
+    values = residual[indices]
+    residual[indices] = 0
+    factor = (crossed / count).pow(_POWER).clamp(_SLOWEST, _FASTEST)
+    return indices.clamp(max=length - 1), values, threshold * factor
+
+
+class ThresholdedGradients:
+    """A hook of DistributedDataParallel that sends a share of the values of each gradient, and the rest later.
+
+    Each rank sends (index, value) of the values of gradient and residual that reach its threshold; all ranks average
+    what all sent. For SGD and Adagrad; in front of Adam, whose second moment would see rare bursts, use
+    `cnr_store.communication.OneBitAdam`. Parameters with fewer than two dimensions are averaged whole; gradients of
+    ``sparse=True`` embeddings as the rows that they are. Nothing waits for the device, but for sparse gradients.
+
+    Memory: 4 bytes per element of the parameters with two dimensions or more, on their device.
+
+    Parameters
+    ----------
+    keep
+        Share of the values that are sent in a step, above 0 and below 1: 0.005 is 100 times fewer bytes.
+    refresh_every
+        Steps from one choice of thresholds by order statistics to the next.
+    warmup
+        First steps, in which everything is averaged whole.
+    values
+        ``float32`` (8 bytes per value with its index) or ``float16`` (6); what rounding takes is held back too.
+    error_feedback
+        False forgets what was not sent: for measurements of how much that costs.
+    name
+        Of its state in checkpoints; two hooks of one training need different names.
+
+    Raises
+    ------
+    BadInput
+
+    Examples
+    --------
+    ``hook = ThresholdedGradients(keep=0.005)``, ``hook.register(ddp)``,
+    ``CheckpointManager(..., communication=[hook])``.
+    """
+
+    def __init__(
+        self,
+        *,
+        keep: float = 0.005,
+        refresh_every: int = 1000,
+        warmup: int = 0,
+        values: Literal["float32", "float16"] = "float32",
+        error_feedback: bool = True,
+        name: str = "thresholded_gradients",
+    ) -> None:
+        checked_number("keep", keep, above=0)
+        if keep >= 1:
+            raise BadInput(f"keep= is a share of the values below 1; found {keep}", found=keep)
+        checked_count("refresh_every", refresh_every, least=1)
+        checked_count("warmup", warmup)
+        checked_choice("values", values, ("float32", "float16"))
+        self.name = name
+        self._keep, self._refresh_every, self._warmup = keep, refresh_every, warmup
+        self._dtype, self._error_feedback = getattr(torch, values), error_feedback
+        self._names: dict[torch.Tensor, str] = {}
+        self._group: dist.ProcessGroup | None = None
+        self._held: dict[str, _Held] = {}
+        self._loaded: dict[str, dict[str, torch.Tensor]] = {}
+        self._steps = self._sent_bytes = self._dense_bytes = 0
+
+    def register(self, model: DistributedDataParallel) -> None:
+        """Reduce the gradients of a model from now on; once for each hook, before the first backward pass.
+
+        The bytes go through the model's ``process_group``.
+        """
+        if self._group is not None:
+            raise BadInput("this hook reduces the gradients of another model; make another one")
+        self._names, self._group = register(model, self._reduce), model.process_group
+
+    def _reduce(self, bucket: GradBucket) -> Result:
+        assert self._group is not None
+        buffer = bucket.buffer()
+        step = self._steps
+        if bucket.is_last():
+            self._steps += 1
+        if buffer.is_sparse:
+            return mean_of_sparse(buffer, self._group)
+        self._dense_bytes += buffer.nbytes
+        if step < self._warmup:
+            self._sent_bytes += buffer.nbytes
+            return mean_of_dense(buffer, self._group)
+        renew = (step - self._warmup) % self._refresh_every == 0
+        return self._send(buffer, bucket.parameters(), renew=renew)
+
+    def _send(self, buffer: torch.Tensor, parameters: list[torch.Tensor], *, renew: bool) -> Result:
+        """Replace a bucket's buffer by the mean of what the ranks send of it."""
+        assert self._group is not None
+        indices, values = [], []
+        whole: list[slice] = []
+        start = 0
+        for parameter in parameters:
+            part = slice(start, start + parameter.numel())
+            start = part.stop
+            if parameter.ndim < 2:
+                whole.append(part)
+            elif parameter.numel():
+                at, sent = self._take(self._of(parameter), buffer[part], renew=renew)
+                indices.append(at.add_(part.start))
+                values.append(sent)
+        index_dtype = torch.int32 if len(buffer) < 2**31 else torch.int64
+        share = [
+            torch.cat([buffer[part] for part in whole] or [buffer[:0]]),
+            torch.cat(indices or [buffer[:0]]).to(index_dtype),
+            torch.cat(values or [buffer[:0]]).to(self._dtype),
+        ]
+        self._sent_bytes += message_bytes(share)
+        return gathered(share, self._group, lambda messages: _mean(buffer, whole, messages))
+
+    def _take(self, held: _Held, gradient: torch.Tensor, *, renew: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add a gradient to what is held back, and take out what is sent now: indices, values."""
+        residual = held.residual
+        if not self._error_feedback:
+            residual.zero_()
+        residual[:-1].add_(gradient)
+        count = kept_values(len(gradient), self._keep)
+        indices, values, held.threshold = take_above(residual, held.threshold, count, renew=renew)
+        held.sent += values.count_nonzero()
+        if self._dtype is torch.float16:
+            largest = torch.finfo(torch.float16).max
+            sent = torch.where(values.isfinite(), values.clamp(-largest, largest), values).half()
+            residual[indices] += torch.where(values.isfinite(), values - sent, 0)
+            values = sent
+        return indices, values
+
+    def _of(self, parameter: torch.Tensor) -> _Held:
+        name = self._names[parameter]
+        if name not in self._held:
+            self._held[name] = held = _Held(parameter)
+            if (loaded := self._loaded.pop(name, None)) is not None:
+                _load(held, loaded)
+        return self._held[name]
+
+    @property
+    def report(self) -> ThresholdReport:
+        """What was sent, and what is held back. Waits for the device."""
+        return ThresholdReport(
+            self._steps,
+            sum(int(held.sent) for held in self._held.values()),
+            self._sent_bytes,
+            self._dense_bytes,
+            {name: float(held.threshold) for name, held in self._held.items()},
+            {name: float(held.residual.norm()) for name, held in self._held.items()},
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Return what a manager records with each save: bytes sent, and what they would be without the hook."""
+        return {"sent_bytes": self._sent_bytes, "dense_bytes": self._dense_bytes}
+
+    def rank_state(self) -> RankState:
+        """See `CommunicationState`."""
+        tensors = {
+            f"{name}/{what}": StateTensor(value, "mean")
+            for name, held in self._held.items()
+            for what, value in (("residual", held.residual[:-1]), ("threshold", held.threshold))
+        }
+        tensors |= {
+            f"{name}/{what}": StateTensor(value, "mean")
+            for name, loaded in self._loaded.items()
+            for what, value in loaded.items()
+        }
+        return RankState(tensors, {"steps": self._steps})
+
+    def load_rank_state(self, state: RankState) -> None:
+        """See `CommunicationState`. What was sent is counted on."""
+        loaded: dict[str, dict[str, torch.Tensor]] = {}
+        for key, tensor in state.tensors.items():
+            name, _, what = key.rpartition("/")
+            loaded.setdefault(name, {})[what] = tensor.value
+        for parameter, name in self._names.items():
+            found = loaded.get(name, {}).get("residual")
+            if found is not None and found.numel() != parameter.numel():
+                raise BadInput(
+                    f"the saved residual of {name!r} has {found.numel()} values, the parameter {parameter.numel()}",
+                    expected=parameter.numel(), found=found.numel(),
+                )  # fmt: skip
+        self._steps = int(state.scalars["steps"])
+        self._held, self._loaded = {}, loaded
+
+
+def _load(held: _Held, loaded: Mapping[str, torch.Tensor]) -> None:
+    held.residual[:-1].copy_(loaded["residual"].view(-1))
+    held.threshold = loaded["threshold"].to(held.residual.device, copy=True).view(())
+
+
+def _mean(buffer: torch.Tensor, whole: list[slice], messages: list[list[torch.Tensor]]) -> torch.Tensor:
+    """Replace a bucket's buffer by the mean of what all ranks sent of it; the same bits on all ranks."""
+    buffer.zero_()
+    for small, indices, values in messages:
+        buffer.index_add_(0, indices, values.to(buffer.dtype))
+        for part, own in zip(whole, small.split([part.stop - part.start for part in whole]), strict=True):
+            buffer[part].add_(own)
+    return buffer.div_(len(messages))

@@ -1,0 +1,179 @@
+"""A hook that sends few values of each gradient loses none: the rest is sent later, or is in the residual."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from cnr_store.communication import Meter, ThresholdedGradients
+from cnr_store.communication.thresholding import kept_values, take_above
+from cnr_store.errors import BadInput
+from tests.communication.conftest import RunRanks
+from tests.communication.models import Clicks, batch_of, losses_of
+
+lengths = st.integers(1, 400)
+
+
+def padded(values: torch.Tensor) -> torch.Tensor:
+    return torch.cat([values, torch.zeros(1)])
+
+
+@settings(deadline=None)
+@given(lengths, st.floats(0.001, 0.9), st.integers(0, 1000), st.booleans(), st.floats(0, 3))
+def test_what_is_sent_and_what_stays_are_together_what_was_there(
+    length: int, keep: float, seed: int, renew: bool, threshold: float
+) -> None:
+    before = padded(torch.randn(length, generator=torch.Generator().manual_seed(seed)))
+    residual, count = before.clone(), kept_values(length, keep)
+
+    indices, values, _ = take_above(residual, torch.tensor(threshold), count, renew=renew)
+
+    sent = torch.zeros(length).index_add_(0, indices, values)
+    assert torch.equal(sent + residual[:-1], before[:-1])
+    assert not ((sent != 0) & (residual[:-1] != 0)).any()
+    assert len(indices) == count
+    assert residual[-1] == 0
+
+
+@settings(deadline=None)
+@given(lengths, st.floats(0.001, 0.9), st.integers(0, 1000))
+def test_at_a_refresh_the_largest_values_are_sent(length: int, keep: float, seed: int) -> None:
+    values = torch.randperm(length, generator=torch.Generator().manual_seed(seed)) + 1.0
+    count = kept_values(length, keep)
+
+    _, sent, _ = take_above(padded(values), torch.zeros(()), count, renew=True)
+
+    assert sorted(sent.tolist()) == sorted(values.topk(count).values.tolist())
+
+
+def test_the_threshold_follows_the_number_that_crossed_it() -> None:
+    residual = padded(torch.arange(1.0, 101.0))
+
+    _, _, fewer = take_above(residual.clone(), torch.tensor(200.0), 10, renew=False)
+    _, _, right = take_above(residual.clone(), torch.tensor(91.0), 10, renew=False)
+    _, _, double = take_above(residual.clone(), torch.tensor(81.0), 10, renew=False)
+    _, _, most = take_above(residual.clone(), torch.tensor(1.0), 10, renew=False)
+
+    assert float(fewer) == pytest.approx(200 * 0.67)
+    assert float(right) == pytest.approx(91)
+    assert float(double) == pytest.approx(81 * 2**0.2)
+    assert float(most) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("first", [0.0, float("nan"), float("inf")])
+def test_a_threshold_that_is_no_number_begins_at_the_largest(first: float) -> None:
+    residual = padded(torch.tensor([1.0, -5.0, 2.0]))
+
+    indices, values, _ = take_above(residual, torch.tensor(first), 1, renew=False)
+
+    assert (indices.tolist(), values.tolist()) == ([1], [-5.0])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_sent_not_held_back(bad: float) -> None:
+    residual = padded(torch.tensor([1.0, bad, 2.0]))
+
+    indices, values, _ = take_above(residual, torch.tensor(10.0), 1, renew=False)
+
+    assert indices.tolist() == [1]
+    assert not values.isfinite().any()
+    assert residual.tolist() == [1.0, 0.0, 2.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"keep": 0.0}, {"keep": 1.0}, {"refresh_every": 0}, {"warmup": -1}, {"values": "float64"}]
+)
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(BadInput):
+        ThresholdedGradients(**wrong)
+
+
+def compare_with_dense(values: str) -> list[float]:
+    """Sum over 6 steps of gradients that the hook returned, plus the mean residual, against the dense gradients."""
+    torch.manual_seed(0)
+    model = Clicks()
+    reference = Clicks()
+    reference.load_state_dict(model.state_dict())
+    hook = ThresholdedGradients(keep=0.01, refresh_every=4, warmup=1, values=values)  # type: ignore[arg-type]
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
+    hook.register(ddp)
+    dense = DistributedDataParallel(reference, bucket_cap_mb=0.001)
+    ThresholdedGradients(warmup=1000).register(dense)
+    totals = [{name: torch.zeros_like(p) for name, p in model.named_parameters()} for _ in range(2)]
+    for step in range(6):
+        ids, features, labels = batch_of(step, dist.get_rank())
+        for one, total in ((ddp, totals[0]), (dense, totals[1])):
+            one.zero_grad()
+            nn.functional.binary_cross_entropy_with_logits(one(ids, features), labels).backward()
+            for name, parameter in one.module.named_parameters():
+                assert parameter.grad is not None
+                total[name] += parameter.grad.to_dense()
+    for key, tensor in hook.rank_state().tensors.items():
+        name, _, what = key.rpartition("/")
+        if what == "residual":
+            mean = tensor.value.clone()
+            dist.all_reduce(mean)
+            totals[0][name] += mean.view_as(totals[0][name]) / dist.get_world_size()
+    return [float((totals[0][name] - totals[1][name]).abs().max()) for name in totals[0]]
+
+
+@pytest.mark.parametrize("values", ["float32", "float16"])
+def test_all_that_was_trained_arrives_or_is_held_back(run_ranks: RunRanks, values: str) -> None:
+    for rank in run_ranks(4, compare_with_dense, values):
+        assert max(rank) < 1e-6
+
+
+def train_in_buckets(size_mb: float) -> list[Any]:
+    """Losses with buckets of a size, which are built anew after the first step; whether all ranks hold the same."""
+    meter = Meter()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Clicks(), process_group=meter.group(), bucket_cap_mb=size_mb)
+    hook = ThresholdedGradients(keep=0.01, refresh_every=5)
+    hook.register(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    meter.reset()
+    losses = losses_of(model, optimizer, range(8))
+    weights = torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
+    others = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, weights)
+    report = hook.report
+    return [losses, all(torch.equal(weights, one) for one in others), report.sent_bytes, report.dense_bytes,
+            meter.total.pushed_bytes, report.sent_values]  # fmt: skip
+
+
+def test_buckets_of_any_size_and_order_give_the_same_bits(run_ranks: RunRanks) -> None:
+    large, small = (run_ranks(2, train_in_buckets, size) for size in (25, 0.001))
+
+    assert [rank[0] for rank in large] == [rank[0] for rank in small]
+    assert all(rank[1] for rank in large + small)
+
+
+def test_the_bytes_reported_are_those_on_the_wire(run_ranks: RunRanks) -> None:
+    for _, _, sent, dense, pushed, values in run_ranks(2, train_in_buckets, 25):
+        sparse = pushed - sent
+        assert 0 < sent < dense / 10
+        assert sparse > 0  # the table's rows
+        assert 8 * values < sent
+
+
+def rates_over_a_long_refresh(warmup: int) -> list[float]:
+    """Share of the values that was sent over 300 steps whose thresholds are chosen once, when nothing is held back."""
+    torch.manual_seed(dist.get_rank())
+    model = DistributedDataParallel(nn.Linear(100, 50, bias=False))
+    hook = ThresholdedGradients(keep=0.01, refresh_every=1000, warmup=warmup)
+    hook.register(model)
+    for _ in range(300):
+        model(torch.randn(4, 100)).square().sum().backward()
+    return [hook.report.sent_values / (5000 * (300 - warmup))]
+
+
+def test_a_threshold_that_is_kept_for_long_holds_its_rate(run_ranks: RunRanks) -> None:
+    for (rate,) in run_ranks(2, rates_over_a_long_refresh, 0):
+        assert 0.006 < rate <= 0.01
