@@ -10,6 +10,7 @@ import base64
 import contextlib
 import datetime as dt
 import functools
+import http.server
 import importlib.util
 import json
 import os
@@ -20,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -263,6 +265,25 @@ def s3_place(seaweed: S3Server, s3_bucket: str) -> Place:
 def azure_place(azurite: AzureServer, azure_container: str) -> Place:
     """An empty root on Azurite."""
     return Place(f"abfs://{azure_container}/{uuid.uuid4().hex}", azurite.storage_options)
+
+
+class _WebHandler(http.server.SimpleHTTPRequestHandler):
+    """Python's own server, which knows no byte ranges; it logs nothing."""
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's word
+        """Print nothing."""
+
+
+@contextlib.contextmanager
+def web_server(folder: Path) -> Iterator[str]:
+    """Serve a folder by HTTP; yield its URL. Needs nothing installed."""
+    handler = functools.partial(_WebHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 @contextlib.contextmanager

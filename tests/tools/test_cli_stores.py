@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import http.server
-import threading
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from cnr_store import Store, segment_sizes
+from tests.support.servers import web_server
 from tests.tools.cli_runner import cnr
 from tests.tools.sample_store import build_store
 
@@ -217,10 +215,8 @@ def test_names_are_listed_and_given_by_step(root: Path) -> None:
 
 
 def test_a_store_behind_a_web_server_is_read_and_never_written(root: Path) -> None:
-    handler = partial(QuietHandler, directory=str(root.parent))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/{root.name}"
+    with web_server(root.parent) as server:
+        url = f"{server}/{root.name}"
         found, tagged, verified = cnr("show", url, "--json"), cnr("tag", url, "x"), cnr("verify", url)
         with Store.open(url) as far, Store.open(str(root)) as near:
             for name in near.snapshot().tables:
@@ -228,16 +224,8 @@ def test_a_store_behind_a_web_server_is_read_and_never_written(root: Path) -> No
                 assert rows.tobytes() == near.snapshot().table(name).read().tobytes()
             sparse = far.snapshot().table("user").read_rows([3, 399])
             assert sparse.tobytes() == near.snapshot().table("user").read_rows([3, 399]).tobytes()
-        server.shutdown()
 
     assert found.document["tables"].keys() == cnr("show", root, "--json").document["tables"].keys()
     assert (tagged.code, verified.code) == (8, 8)
     assert "can only be read" in tagged.err
     assert cnr("show", url.replace(root.name, "nothing")).code != 0
-
-
-class QuietHandler(http.server.SimpleHTTPRequestHandler):
-    """Python's own server, which knows no byte ranges; it logs nothing."""
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's word
-        """Print nothing."""
