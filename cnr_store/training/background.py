@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -135,8 +135,9 @@ class LiveRead:
 class SaveJob:
     """Everything one save needs, of one instant; dense tensors and documents are in the transaction already.
 
-    ``taken``, ``rows``, ``whole`` and the staging go by name of the shard. ``declares``: whether
-    tables, of any rank, are stored anew. ``read``: what was read of them before.
+    ``fixed`` are the documents that no training step changes: the background has time to encode them.
+    ``taken``, ``rows``, ``whole`` and the staging go by name of the shard. ``declares``: whether tables, of any rank,
+    are stored anew. ``read``: what was read of them before.
     """
 
     transaction: Transaction
@@ -145,6 +146,7 @@ class SaveJob:
     rows: Mapping[str, TouchedRows]
     whole: Mapping[str, WholeShard]
     drops: tuple[str, ...]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
     declares: bool = False
     read: LiveRead | None = None
     stall_s: float = 0.0
@@ -187,6 +189,8 @@ def run_save(job: SaveJob) -> None:
     started = time.perf_counter()
     transaction = job.transaction
     with transaction:
+        for name, document in job.fixed.items():
+            transaction.put_document(name, document)
         if job.read is None:
             declare(transaction, job.whole.values() if job.declares else None, job.drops)
         for one in job.whole.values():

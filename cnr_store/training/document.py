@@ -8,7 +8,7 @@ has a document (``rng/<rank>/<generator>``).
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import chain
 from typing import Annotated, Any, Literal
 
@@ -127,16 +127,36 @@ def rng_name(rank: int, generator: str = "") -> str:
 
 def equal_states(states: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
     """Return the small state of an optimizer's parameters as lists of `EqualState`; ``names`` in the groups' order."""
-    found: dict[bytes, dict[str, Any]] = {}
+    found: dict[Hashable, dict[str, Any]] = {}
     for index, name in enumerate(names):
         if value := states.get(name):
-            equal = found.setdefault(canonical_json(encode(value, leaf_of)), {"value": value, "parameters": []})
+            key = _counters(value)
+            if key is None:
+                key = canonical_json(encode(value, leaf_of))
+            equal = found.setdefault(key, {"value": value, "parameters": []})
             ranges = equal["parameters"]
             if ranges and ranges[-1][1] == index:
                 ranges[-1][1] = index + 1
             else:
                 ranges.append([index, index + 1])
     return list(found.values())
+
+
+def _counters(state: Mapping[str, Any]) -> Hashable | None:
+    """Return what is equal for small states with the same bits; None of one that has other values than plain numbers.
+
+    There is one for each table, and to encode it takes the training thread longer than to copy a table's rows.
+    """
+    found = []
+    for key, value in state.items():
+        is_tensor = type(value) is torch.Tensor and value.numel() == 1
+        number = value.item() if is_tensor else value
+        if type(number) is float and number == number:
+            number = number.hex()  # which keeps the sign of zero
+        elif type(number) is not int:
+            return None
+        found.append((key, number, value.dtype, value.shape) if is_tensor else (key, number))
+    return tuple(found)
 
 
 def trainer_of(trainer: Any, progress: Any) -> TrainerDocument:

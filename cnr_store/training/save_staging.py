@@ -20,10 +20,7 @@ from cnr_store.runtime.ranks import together
 from cnr_store.segment.codes import array_specs
 from cnr_store.training.background import WEIGHT, LiveRead, SaveJob, TouchedRows, WholeShard, failure_message
 from cnr_store.training.chain_state import ChainState
-from cnr_store.training.document import (
-    rng_documents,
-    trainer_documents,
-)
+from cnr_store.training.document import TRAINER, rng_documents, trainer_documents
 from cnr_store.training.live_training import LiveTraining
 from cnr_store.training.reader import reader_name
 from cnr_store.training.save_plan import SavePlan
@@ -106,11 +103,12 @@ class SaveStager:
             unread = {read.whole[name].key.table for name in read.unread}
             whole -= {one.key.table for one in read.whole.values()} - unread
         taken: dict[str, Taken] = {}
+        fixed: dict[str, Any] = {}
         staged = None
 
         def share() -> dict[str, str]:
             chain.rate.stage(transaction, writer, chain.whole_next)
-            self._put_state(transaction, writer, plan)
+            fixed.update(self._put_state(transaction, writer, plan))
             taken.update(training.tracker.take())
             return words_of(taken, training.holdings.replicated)
 
@@ -136,7 +134,9 @@ class SaveStager:
                 staged.release()
             raise
         drops = self._drops(transaction, writer)
-        return SaveJob(transaction, taken, staged, rows, written, drops, declares=bool(chain.whole_next), read=read)
+        return SaveJob(
+            transaction, taken, staged, rows, written, drops, fixed, declares=bool(chain.whole_next), read=read
+        )  # fmt: skip
 
     def _drops(self, transaction: Transaction, writer: Writer) -> tuple[str, ...]:
         """Tables of the head that the training does not have."""
@@ -158,8 +158,11 @@ class SaveStager:
             requests[name] = RowRequest(local, {WEIGHT: own.shard.weight, **plan.slots[name]}, on_device)
         return rows, requests
 
-    def _put_state(self, transaction: Transaction, writer: Writer, plan: SavePlan) -> None:
-        """Hand over what is no row of a table: rank 0 says it for all, but for generators and readers."""
+    def _put_state(self, transaction: Transaction, writer: Writer, plan: SavePlan) -> dict[str, Any]:
+        """Hand over what is no row of a table: rank 0 says it for all, but for generators and readers.
+
+        Returns the documents, by name, that no training step changes.
+        """
         training, rank = self.training, self.training.ranks.rank
         reader = self.position.document()  # before the generators: a loader may draw for its first state
         documents: dict[str, Any] = {}
@@ -174,8 +177,10 @@ class SaveStager:
             documents |= rng_documents(rank)
         if reader is not None:
             documents[reader_name(rank)] = reader
+        fixed = {TRAINER: documents.pop(TRAINER)} if TRAINER in documents else {}
         for name, document in documents.items():
             transaction.put_document(name, document, leaf_of)
+        return fixed
 
     def _whole_shards(self, plan: SavePlan, tables: set[str]) -> dict[str, WholeShard]:
         """This rank's shards of tables, by name."""

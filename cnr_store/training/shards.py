@@ -123,7 +123,10 @@ def whole_shard(
         found = {} if optimizer is None else row_slots(optimizer, parameter)
         # Subclasses of Tensor pass on to the state that is made like them; their memory is what counts. A sparse
         # tensor has no such memory.
-        return {name: slot if slot.is_sparse else slot.as_subclass(torch.Tensor) for name, slot in found.items()}
+        return {
+            name: slot if type(slot) is torch.Tensor or slot.is_sparse else slot.as_subclass(torch.Tensor)
+            for name, slot in found.items()
+        }
 
     def scalars() -> Scalars:
         optimizer = owner()

@@ -115,8 +115,9 @@ def plan_state(
         for name, parameter in model.named_parameters()
         if id(parameter) not in is_table and name not in tables
     }
-    persistent = set(model.state_dict(keep_vars=True))
-    dense |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    if buffers := dict(model.named_buffers()):
+        persistent = set(model.state_dict(keep_vars=True))
+        dense |= {name: buffer for name, buffer in buffers.items() if name in persistent}
     names = {id(tensor): name for name, tensor in dense.items()} | is_table
     optimized: dict[int, Optimized] = {}
     for index, optimizer in enumerate(optimizers):
@@ -255,9 +256,11 @@ def needs_new_schema(
     """
     if schema is None or (schema.num_rows, schema.dim) != (shard.num_rows, shard.dim):
         return True
-    kinds = {name: (slot_kind(slot), table_dtype_name(slot, name)) for name, slot in slots.items()}
-    if kinds != {name: (slot.kind, slot.dtype) for name, slot in schema.slots.items()}:
+    if slots.keys() != schema.slots.keys():
         return True
+    for name, stored in schema.slots.items():
+        if (slot_kind(slots[name]), table_dtype_name(slots[name], name)) != (stored.kind, stored.dtype):
+            return True
     dtype = table_dtype_name(shard.weight, shard.table)
     if schema.dtype != dtype or _wants_other_slots(schema, options):
         return True

@@ -234,16 +234,16 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _state_tensors(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, Any]:
+def _state_tensors(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> Mapping[str, Any]:
     # .get: `state` is a defaultdict, and asking it for a parameter would add an empty entry.
-    return dict(optimizer.state.get(param, {}))
+    found: Mapping[str, Any] = optimizer.state.get(param, {})
+    return found
 
 
-def _is_row_slot(value: Any, param: torch.Tensor) -> bool:
-    if not isinstance(value, torch.Tensor) or value.ndim == 0:
+def _is_row_slot(value: Any, of_table: torch.Size) -> bool:
+    if not isinstance(value, torch.Tensor) or not (shape := value.shape):
         return False
-    shape, of_table = value.shape, param.shape
-    return shape == of_table or shape in (of_table[:1], (of_table[0], 1))
+    return shape == of_table or (shape[0] == of_table[0] and (len(shape) == 1 or shape[1:] == (1,)))
 
 
 def row_slots(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -254,8 +254,8 @@ def row_slots(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[str
     Empty before the first step of an optimizer that makes its state lazily. The tensors are the
     optimizer's own: writing them changes its state.
     """
-    state = _state_tensors(optimizer, param)
-    return {name: value for name, value in state.items() if _is_row_slot(value, param)}
+    of_table = param.shape
+    return {name: value for name, value in _state_tensors(optimizer, param).items() if _is_row_slot(value, of_table)}
 
 
 def scalar_state(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, Any]:
@@ -263,8 +263,8 @@ def scalar_state(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[
 
     None values are left out. Tensors are the optimizer's own, live.
     """
-    state = _state_tensors(optimizer, param)
-    return {name: value for name, value in state.items() if value is not None and not _is_row_slot(value, param)}
+    of_table, state = param.shape, _state_tensors(optimizer, param)
+    return {name: value for name, value in state.items() if value is not None and not _is_row_slot(value, of_table)}
 
 
 def rows_with_state(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,12 +26,14 @@ _UNIT = 4
 _ALIGNMENT = 16
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(NamedTuple):
+    """Where the copies of ``num_rows`` rows of a tensor of ``shape`` begin and end."""
+
     table: str
     name: str
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: torch.Size
+    num_rows: int
     start: int
     stop: int
 
@@ -67,18 +70,19 @@ class SmallCopies:
         address = ids.__array_interface__["data"][0]
         pieces, parts, lengths = [], [], set()
         for name, tensor in request.tensors.items():
-            if not (tensor.layout is torch.strided and tensor.is_cpu and tensor.ndim and tensor.is_contiguous()):
+            shape = tensor.shape
+            if not (shape and tensor.layout is torch.strided and tensor.is_cpu and tensor.is_contiguous()):
                 return False
-            shape, start = tensor.shape, tensor.data_ptr()
-            num_rows = shape[0]
-            row_bytes = tensor.numel() // num_rows * tensor.element_size() if num_rows else 0
+            num_rows, start = shape[0], tensor.data_ptr()
+            row_bytes = tensor.nbytes // num_rows if num_rows else 0
             if not (row_bytes and start) or row_bytes % _UNIT or start % _UNIT:  # no address: storage was freed
                 return False
             lengths.add(num_rows)
-            begin, end = _aligned(end), _aligned(end) + count * row_bytes
+            begin = _aligned(end)
+            end = begin + count * row_bytes
             most = _aligned(most) + num_rows * row_bytes
             size_bytes += count * row_bytes
-            pieces.append(_Piece(table, name, tensor.dtype, (count, *shape[1:]), begin, end))
+            pieces.append(_Piece(table, name, tensor.dtype, shape, count, begin, end))
             parts.append((address, count, num_rows, start, begin, row_bytes // _UNIT))
         if len(lengths) > 1 or size_bytes > SMALL_BYTES:
             return False
@@ -109,7 +113,7 @@ class SmallCopies:
         """Return the copies, as tensors that share the memory they are in."""
         assert self._flat is not None  # copied
         tensors = {
-            (one.table, one.name): self._flat[one.start : one.stop].view(one.dtype).view(one.shape)
+            (one.table, one.name): self._flat[one.start : one.stop].view(one.dtype).view(one.num_rows, *one.shape[1:])
             for one in self._pieces
         }
         return Delivery(tensors, size_bytes=self.size_bytes)
