@@ -9,7 +9,7 @@ import pytest
 import zarr
 
 from cnr_store import Store, TableOptions
-from tests.support.zarr_values import weights_of
+from tests.support.zarr_values import SHOWN, weights_of
 
 
 @pytest.fixture
@@ -40,3 +40,15 @@ def test_every_array_of_a_store_opens_without_a_warning(segment: Path) -> None:
     shapes = [zarr.open_array(str(path.parent), mode="r")[:].shape for path in documents]  # warnings are errors here
 
     assert len(shapes) == 3
+
+
+def test_the_tree_of_a_store_is_shown_without_a_warning(segment: Path) -> None:
+    root = str(segment.parents[1])
+
+    tree = str(SHOWN["tree_of"](root))
+
+    assert tree.count(segment.name) == 1
+    assert "set-0.codes" in tree
+    with pytest.warns(zarr.errors.ZarrUserWarning) as warned:
+        zarr.open_group(root, mode="r").tree()
+    assert {str(one.message).split()[2] for one in warned} == {"cnr.json", "commits", "hint", "_segment.json.zst"}
