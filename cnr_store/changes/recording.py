@@ -29,6 +29,7 @@ from cnr_store.format.documents import canonical_json, loads
 from cnr_store.format.layout import encode_name
 from cnr_store.format.limits import MAX_LISTS_BYTES
 from cnr_store.runtime.local_files import failing_at, lock_file, read_at_most, write_whole
+from cnr_store.runtime.notebook import ShownReport
 
 RECORDING = "__recording.json"
 """No table's folder is called so: names that begin with two underscores are encoded."""
@@ -83,7 +84,7 @@ class RecordedVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordingReport:
+class RecordingReport(ShownReport):
     """What one run added.
 
     Attributes

@@ -25,6 +25,7 @@ from cnr_store.maintenance.compaction import (
 from cnr_store.maintenance.gc import GcReport, check_arguments, collect_garbage, with_sizes
 from cnr_store.maintenance.status import LastMaintenance, put_last_maintenance
 from cnr_store.runtime.arguments import checked_number
+from cnr_store.runtime.notebook import ShownReport
 from cnr_store.runtime.threads import check_rate
 from cnr_store.store import Store
 
@@ -52,7 +53,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class StageReport:
+class StageReport(ShownReport):
     """The result of one stage.
 
     Attributes
@@ -81,7 +82,7 @@ class StageReport:
 
 
 @dataclass(frozen=True, slots=True)
-class MaintenanceReport:
+class MaintenanceReport(ShownReport):
     """The result of a maintenance run.
 
     Attributes

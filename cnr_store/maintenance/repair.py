@@ -27,6 +27,7 @@ from cnr_store.maintenance.verify import Problem, ProgressCallback, find_newest_
 from cnr_store.maintenance.verify.log import is_ahead, list_positions, read_log
 from cnr_store.maintenance.verify.report import Findings
 from cnr_store.maintenance.verify.run import check_root, zarr_groups
+from cnr_store.runtime.notebook import ShownReport
 from cnr_store.runtime.threads import Workers
 from cnr_store.store import Store
 
@@ -62,7 +63,7 @@ class LostState:
 
 
 @dataclass(frozen=True, slots=True)
-class RepairReport:
+class RepairReport(ShownReport):
     """What a repair did, or would do, and what remains lost.
 
     Attributes

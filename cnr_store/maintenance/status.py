@@ -15,6 +15,7 @@ from cnr_store.format.commit_record import named_versions
 from cnr_store.format.documents import canonical_json, loads
 from cnr_store.format.limits import MAX_SMALL_BYTES
 from cnr_store.format.records import CommitRecord
+from cnr_store.runtime.notebook import ShownReport
 from cnr_store.store import Store
 
 CHECKPOINT_KINDS = frozenset({"baseline", "delta"})
@@ -95,7 +96,7 @@ class HeadStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreStatus:
+class StoreStatus(ShownReport):
     """The status of a store.
 
     Attributes

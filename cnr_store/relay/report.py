@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cnr_store.runtime.notebook import ShownReport
+
 
 @dataclass(slots=True)
-class RelayReport:
+class RelayReport(ShownReport):
     """What one round did. Its numbers grow during the round.
 
     Attributes

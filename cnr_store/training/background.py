@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from cnr_store.errors import BackgroundSaveFailed, CommitStateUnknown, Fenced, RankLost
+from cnr_store.runtime.notebook import ShownReport
 from cnr_store.segment.shards import Shard
 from cnr_store.training.precision.rate_control import ScaleChange
 from cnr_store.training.tensors import TensorRows, as_array, flat_rows
@@ -42,7 +43,7 @@ class SaveOutcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SaveReport:
+class SaveReport(ShownReport):
     """What one committed save was and cost.
 
     Attributes

@@ -34,6 +34,7 @@ from cnr_store.log.clock import wall_ms
 from cnr_store.log.commit_log import CommitLog, RetryPolicy
 from cnr_store.log.log_reader import position_bytes
 from cnr_store.log.rebase import draft_init
+from cnr_store.runtime.notebook import ShownReport
 from cnr_store.runtime.threads import Throttle
 from cnr_store.segment.copying import copy_segment, has_segment
 from cnr_store.storage import Storage, open_storage
@@ -49,7 +50,7 @@ _NOTE = "copied_from"
 
 
 @dataclass(slots=True)
-class StoreCopyReport:
+class StoreCopyReport(ShownReport):
     """What a copy did. The numbers of objects are 0 if the copy was complete before.
 
     Attributes

@@ -25,6 +25,7 @@ from cnr_store.format.documents import canonical_json
 from cnr_store.format.layout import encode_name
 from cnr_store.read.snapshot import Snapshot, TableView
 from cnr_store.runtime.local_files import failing_at
+from cnr_store.runtime.notebook import ShownReport
 from cnr_store.transfer.safetensors_file import TensorSpec, carrier_dtype, row_windows, write_safetensors
 
 ExportFormat = Literal["safetensors", "parquet", "npy"]
@@ -69,7 +70,7 @@ class ExportedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class ExportReport:
+class ExportReport(ShownReport):
     """What was written: the files, relative to ``path`` if that is a folder, and the tensors in them."""
 
     path: str

@@ -15,6 +15,7 @@ import msgspec
 
 from cnr_store.errors import BadInput, TableNotFound
 from cnr_store.format.documents import loads
+from cnr_store.runtime.notebook import ShownReport
 from cnr_store.store import Store
 from cnr_store.transfer.export_folder import open_export
 from cnr_store.transfer.exporting import METADATA_KEY
@@ -46,7 +47,7 @@ class ImportPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class ImportReport:
+class ImportReport(ShownReport):
     """What an import committed."""
 
     version: int

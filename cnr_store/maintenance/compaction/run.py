@@ -33,6 +33,7 @@ from cnr_store.maintenance.compaction.lease import (
 from cnr_store.maintenance.compaction.plan import DEFAULT_POLICY, CompactionPolicy, Run, choose_run, run_between
 from cnr_store.maintenance.compaction.result import put_manifest, verified, write_rest
 from cnr_store.maintenance.compaction.tasks import CompactionTask, compactable_run, plan_digest, plan_tasks
+from cnr_store.runtime.notebook import ShownReport
 from cnr_store.runtime.threads import Throttle, Workers, check_rate
 from cnr_store.segment.reader import SegmentReader, open_chain
 from cnr_store.store import Store
@@ -46,7 +47,7 @@ LEASE_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class CompactionReport:
+class CompactionReport(ShownReport):
     """The result of a compaction.
 
     Attributes

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from cnr_store.runtime.notebook import ShownReport
+
 ProgressCallback = Callable[[str, int, int], None]
 """Called as (stage, done, total): ``records`` read, ``expire`` records committed, ``segments`` deleted."""
 
@@ -20,7 +22,7 @@ cursor protects it. ``due``: may be deleted now. ``deleted``: this run deleted i
 
 
 @dataclass(frozen=True, slots=True)
-class VersionReport:
+class VersionReport(ShownReport):
     """The decision for one live version; ``branch`` is the branch's name, None for the store's own log."""
 
     branch: str | None
@@ -30,7 +32,7 @@ class VersionReport:
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentReport:
+class SegmentReport(ShownReport):
     """The decision for one segment.
 
     Attributes
@@ -49,7 +51,7 @@ class SegmentReport:
 
 
 @dataclass(frozen=True, slots=True)
-class GcReport:
+class GcReport(ShownReport):
     """The result of a run, or with ``is_dry_run`` of the run that it would be.
 
     Attributes

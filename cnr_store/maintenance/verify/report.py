@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from threading import Lock
 
 from cnr_store.errors import CnrStoreError
+from cnr_store.runtime.notebook import ShownReport
 
 _ADVICE = re.compile(r"[;,.]? run `cnr verify`\.?$", re.IGNORECASE)
 """Removed from error messages: the advice to run the check that is running."""
@@ -45,7 +46,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class LogReport:
+class LogReport(ShownReport):
     """The result for another log of the store.
 
     Attributes
@@ -67,7 +68,7 @@ class LogReport:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyReport:
+class VerifyReport(ShownReport):
     """The result of a check. Versions are those of the opened log; ``others`` has the other logs.
 
     Attributes
