@@ -222,19 +222,19 @@ def _begin(stream: ChangeStream, folder: Path, kind: RecordingFormat) -> Recordi
     left = _recorded_files(folder)
     if found is None:
         if left:
-            raise BadInput(f"{folder} holds changes, and no {RECORDING} that says of what; use another folder")
+            raise BadInput(f"{folder} holds changes, but no {RECORDING}, which names their source; use another folder")
         return _put(folder, own)
     if (found.tables, found.slots) != (own.tables, own.slots):
         raise BadInput(
             f"{folder} holds {_contents(found)}, and the stream would add {_contents(own)}: versions of some would be "
-            "missing, and nothing would say so; pass the same tables= and slots=, or use another folder",
+            "missing without a sign of it; pass the same tables= and slots=, or use another folder",
             path=str(folder), expected=_contents(found), found=_contents(own),
         )  # fmt: skip
     if found != own:
         raise BadInput(
             f"{folder} holds {found.format} of store {found.store} (branch {found.branch or 'none'}) up to version "
             f"{found.version}, and the stream would add {own.format} of store {own.store} (branch "
-            f"{own.branch or 'none'}) behind version {own.version}; pass since=recorded_cursor(folder), or use another "
+            f"{own.branch or 'none'}) after version {own.version}; pass since=recorded_cursor(folder), or use another "
             "folder",
             path=str(folder), expected=found.version, found=own.version,
         )  # fmt: skip

@@ -25,8 +25,8 @@ from cnr_store.errors import BadInput, BranchNotFound, CursorExpired, MissingObj
 from cnr_store.format.commit_record import LogEntry, is_live
 from cnr_store.runtime.arguments import checked_choice, checked_count, checked_number
 from cnr_store.runtime.repeating import pause_s
-from cnr_store.serving.holds import RegisteredCursor
 from cnr_store.serving.loader_options import check_names
+from cnr_store.serving.protection import RegisteredCursor
 from cnr_store.store import Store
 
 MAX_BATCH_ROWS = 65_536
@@ -319,7 +319,7 @@ class ChangeStream:
         if entry is None and relay is not None and version < relay.first:
             raise CursorExpired(
                 f"relay {self._store.url} holds no version before {relay.first}, the cursor is at {version}: what "
-                "changed between them cannot be told here; compare your copy with a snapshot (catch_up), or read from "
+                "changed between them is unknown here; compare your copy with a snapshot (catch_up), or read from "
                 "the source",
                 version=version, expected=relay.first,
             )  # fmt: skip
@@ -339,7 +339,7 @@ class ChangeStream:
         try:
             known = {table for entry in entries for table in self._reader.tables_of(entry)}
         except MissingObject:
-            return  # what the cursor's version had was folded and collected
+            return  # the segments of the cursor's version were compacted and deleted
         missing = sorted(self._reader.only - known)
         if missing:
             raise TableNotFound(f"no table {missing[0]!r}; there are {sorted(known)}", table=missing[0])

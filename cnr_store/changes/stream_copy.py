@@ -74,7 +74,7 @@ class StreamCopy:
         """
         if self._next is None or self._next[0] != snapshot.version:
             self._next = None
-            updates = update_tables(snapshot, plan, self._tables, self._hold, self._recorded)
+            updates = update_tables(snapshot, plan, self._tables, self._serve_as, self._recorded)
             self._next = snapshot.version, updates
 
     def changed(self, table: str) -> Iterator[RowBlock]:
@@ -114,7 +114,7 @@ class StreamCopy:
             self._tables[table] = ServedTable(base) if escapes is None else ServedTable(base, None, escapes)
         self._recorded, self._version, self._next = updates.recorded, version, None
 
-    def _hold(self, table: str, schema: TableSchema) -> ServeAs | None:
+    def _serve_as(self, table: str, schema: TableSchema) -> ServeAs | None:
         del schema
         return ServeAs(is_named=self._is_named) if self._is_wanted(table) else None
 

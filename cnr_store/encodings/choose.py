@@ -1,7 +1,7 @@
 """Chooses what the affine encoding leaves open, on a sample of rows: greedy settings and the code width.
 
-Pure computation: the caller reads the sampled rows. All ranks must agree, so one of them chooses and the
-others are told; what was chosen is stored with the table, and never derived again by a reader.
+Pure computation: the caller reads the sampled rows. All ranks must agree, so one of them chooses for all.
+The choice is stored with the table; readers do not derive it again.
 """
 
 from __future__ import annotations

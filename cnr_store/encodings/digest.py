@@ -1,8 +1,8 @@
 """The state digest: one 64-bit number for the codes of a rectangle, kept up to date from touched rows alone.
 
 It is linear on purpose: digests of disjoint rectangles add up, and a save changes it by the digest of new
-minus old codes of the touched rows. It catches a wrong, stale or misaligned mirror; it is no defence against
-somebody who forges codes (object digests and the record chain are for that).
+minus old codes of the touched rows. It catches a wrong, stale or misaligned mirror; it does not detect
+forged codes (object digests and the record chain do).
 
 Definition, all arithmetic modulo 2^64, codes sign-extended to 64 bits, rows r and columns j global::
 

@@ -12,7 +12,7 @@ Contract of every kernel
       a row outside the array is reported, never touched;
     * codes are int16 or int32, whichever array is passed; a value that does not fit is reported, never
       wrapped in silence;
-    * ``flags`` (uint8) says per row 0 unchanged, 1 changed, 255 (`BAD_ROW`) not encodable. Kernels only OR
+    * ``flags`` (uint8) has per row 0 unchanged, 1 changed, 255 (`BAD_ROW`) not encodable. Kernels only OR
       into it, so a table and its slots share one array.
 
 No ``fastmath``: reassociation removes the quantizer (t + MAGIC - MAGIC folds), and ``nnan`` removes the

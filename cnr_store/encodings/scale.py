@@ -1,7 +1,7 @@
 """The step of a lattice from what users ask for: b-bit Check-N-Run quality, a largest error, or the step.
 
-Pure computation on a sample: all ranks must agree on one scale, so one of them chooses and the others are
-told.
+Pure computation on a sample: all ranks must agree on one scale, so one of them chooses
+for all.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ class Relay:
         return True
 
     def _begin(self, identity: bytes, report: RelayReport) -> bool:
-        """Copy the first version, then create ``cnr.json``. Before that nobody can open the target."""
+        """Copy the first version, then create ``cnr.json``. Before that the target cannot be opened."""
         source, target = self._source, self._target
         head = source.look().record
         target.head = None

@@ -93,7 +93,7 @@ class RelayTarget:
         self.first = marker.first
 
     def put_root(self, root: bytes | None, identity: bytes) -> None:
-        """Write the Zarr groups, then create ``cnr.json``. Before that nobody can open the target."""
+        """Write the Zarr groups, then create ``cnr.json``. Before that the target cannot be opened."""
         if root is not None:
             self.storage.put(layout.ROOT_GROUP, root)
             self.storage.put(layout.DATA_GROUP, arrays.group_document({}))

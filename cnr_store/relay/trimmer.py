@@ -91,7 +91,7 @@ class Trimmer:
             self._delete(plan.due, head.v + 1, report)
 
     def _tidy(self, head: LogEntry, now_ms: int) -> None:
-        """Delete what dead readers and relays left behind; garbage collection does not run at a relay."""
+        """Delete the remains of readers and relays that were killed; garbage collection does not run at a relay."""
         storage = self._target.storage
         delete_ended_holds(storage, now_ms)
         unneeded = find_unneeded(

@@ -26,7 +26,7 @@ CODED = 0
 ABSENT = 1
 ESCAPED = 2
 UNTOUCHED = 3
-"""While a run of deltas is replayed on a state that is not known: nothing was said of the row."""
+"""While a run of deltas is replayed on a state that is not known: no segment lists the row."""
 ADDED = 4
 """The same: the row's codes moved by a difference, and it stays what it was."""
 
@@ -190,7 +190,7 @@ class TableCodes:
     """The state of rows [start, stop) of a dense table, or of some of its columns: codes, row status, escape rows.
 
     ``status`` is None while every row is coded; else uint8 per row: `CODED`, `ABSENT` (never set, or deleted) or
-    `ESCAPED`. ``specs``: what the arrays are, where it is not what `array_specs` says.
+    `ESCAPED`. ``specs``: what the arrays are, if they differ from `array_specs`.
     """
 
     def __init__(

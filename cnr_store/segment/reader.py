@@ -102,9 +102,9 @@ class SegmentReader:
 
     Keeps the manifest. Also keeps decoded chunks that several row lists share until all their rows were read, at most
     `SHARED_BYTES`: so tables that are read one after the other decode a shared chunk once.
-    ``own`` is what the segment states, ``manifest`` the same with the state that the chain has behind it, where the
+    ``own`` is what the segment records, ``manifest`` the same with the state of the chain after it, where the
     segment was opened with its chain (`in_chain`).
-    ``if_missing`` is called with the error before a missing object is raised, and may raise what is behind it.
+    ``if_missing`` is called with the error before a missing object is raised, and may raise the cause.
     ``checked_after`` names the segments before it in a chain that was found free of contradictions up to it.
     """
 
@@ -293,7 +293,7 @@ class SegmentReader:
     def read_rows(self, row_list: RowListEntry, index: int, scratch: Scratch) -> RowIds:
         """Return the row ids of chunk ``index``: sorted, unique, within the manifest's range for it.
 
-        No object is read when the range says that the rows are contiguous.
+        No object is read if the range shows that the rows are contiguous.
         """
         entry = row_list.arrays["rows"]
         first, last = row_list.first[index], row_list.last[index]

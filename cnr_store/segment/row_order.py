@@ -1,7 +1,7 @@
 """The rows of codes in the order of a slot: rows that moved alike lie together, and the entropy coder sees it.
 
 A slot such as Adagrad's accumulator grows by about what its row moved, so its difference, which every delta stores,
-says how large the row's differences are. Codes in its order are several percent smaller, and no order need be stored
+shows how large the row's differences are. Codes in its order are several percent smaller, and no order need be stored
 (`format_spec/decisions/0016`). Row ids and slots stay ascending by row id. Pure, no I/O.
 """
 

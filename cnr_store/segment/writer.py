@@ -114,8 +114,8 @@ class SegmentWriter:
     def _write_large(self, shape: GroupShape, row_list: RowList) -> WrittenList:
         """Write a list chunk by chunk into arrays of its own.
 
-        If that fails they stay behind, and the list may be written again: to other paths, since whoever does the same
-        work at the same time may have committed what it wrote, and that must not be written again with others.
+        If that fails, they remain, and the list may be written again, to other paths: another process that does the
+        same work may have committed the first ones, which must not be overwritten with other bytes.
         """
         written = WrittenList(self._next_group(shape.operation), row_list.count)
         self._attempts.add(written.group)
@@ -254,7 +254,7 @@ class SegmentWriter:
             logger.warning("segment %s: %d objects that it does not need stay: %s", self.name, len(dropped), error)
 
     def _stored(self, path: str, entries: Mapping[str, ArrayEntry]) -> ArrayGroup:
-        """What the manifest says of arrays with as many rows, and of their objects."""
+        """What the manifest records of arrays with as many rows, and of their objects."""
         names = {one.path: name for name, one in entries.items()}
         found = {}
         for name, entry in entries.items():

@@ -190,7 +190,7 @@ def _is_adoptable(tensor: torch.Tensor, table: ServedTable) -> bool:
     """Whether the base rows can be the tensor's memory: as they are, and no part of what other tensors see."""
     kind: RowKind = table.kind
     return (
-        kind.holds == "values"
+        kind.kept_as == "values"
         and not table.base.is_keyed
         and _SERVED_AS[kind.served] == tensor.dtype
         and tensor.device.type == "cpu"

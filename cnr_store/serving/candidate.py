@@ -14,7 +14,7 @@ from cnr_store.serving.rows.views import LookupBatch, View, lookup_in
 
 
 class Candidate:
-    """Read-only lookups on a version before anybody is served it. Only inside the call that it was given to.
+    """Read-only lookups on a version before it is served. Valid only during the call that gets it.
 
     Attributes
     ----------

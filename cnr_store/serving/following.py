@@ -9,7 +9,7 @@ from cnr_store.errors import BadInput, BranchNotFound, ChannelNotFound, TagNotFo
 from cnr_store.format.commit_record import LogEntry, is_live
 from cnr_store.format.records import CommitRecord
 from cnr_store.log.rebase import leaves_state
-from cnr_store.serving.update.update_plan import UpdatePlan, is_directly_behind, plan_path, plan_update
+from cnr_store.serving.update.update_plan import UpdatePlan, follows_directly, plan_path, plan_update
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +75,21 @@ def wanted_version(target: ServeTarget, newest: CommitRecord) -> int:
 
 
 def repeats(entry: LogEntry, refused: LogEntry) -> bool:
-    """Return whether ``entry`` has the state of ``refused``: what was turned down once is not asked about again."""
+    """Return whether ``entry`` has the state of ``refused``: a refused state is not checked again."""
     if entry.digest == refused.digest:
         return True
     if entry.record.chain and entry.record.chain == refused.record.chain:
         return True
-    return is_directly_behind(refused, entry) and leaves_state(entry.record)
+    return follows_directly(refused, entry) and leaves_state(entry.record)
 
 
-def plan_between(held: LogEntry, target: LogEntry, known: Sequence[LogEntry]) -> UpdatePlan:
-    """Return how the state of ``held`` becomes that of ``target``, by way of the records between them.
+def plan_between(present: LogEntry, target: LogEntry, known: Sequence[LogEntry]) -> UpdatePlan:
+    """Return how the state of ``present`` becomes that of ``target``, by way of the records between them.
 
     Parameters
     ----------
     known
         Records that were read, oldest first; of any number of them, gaps do no harm.
     """
-    between = [entry for entry in known if held.record.v < entry.record.v < target.record.v]
-    return plan_path([held, *between, target]) if between else plan_update(held, target)
+    between = [entry for entry in known if present.record.v < entry.record.v < target.record.v]
+    return plan_path([present, *between, target]) if between else plan_update(present, target)

@@ -10,7 +10,7 @@ from cnr_store.errors import BadInput
 from cnr_store.format.layout import check_name
 from cnr_store.runtime.arguments import checked_number
 from cnr_store.serving.candidate import Check
-from cnr_store.serving.rows.served_table import Holds, Served
+from cnr_store.serving.rows.served_table import KeptAs, Served
 from cnr_store.serving.rows.shards import Shard, check_shard
 
 
@@ -27,7 +27,7 @@ class LoaderOptions:
     served
         The dtype that lookups return: ``float32``, ``float16``, ``bfloat16`` (its bits, uint16) or ``int8`` (fused
         8-bit rows); None is each table's own dtype. One for all tables, or by table.
-    holds
+    kept_as
         ``values`` or ``codes``; ``auto`` keeps values if differences can be applied to them. Codes of a float32
         lattice table take half the memory and are decoded as they are looked up. One for all tables, or by table.
     validate
@@ -49,7 +49,7 @@ class LoaderOptions:
     dense: Sequence[str] | None = None
     shard: Shard | Mapping[str, Shard | None] | None = None
     served: Served | Mapping[str, Served | None] | None = None
-    holds: Literal["auto"] | Holds | Mapping[str, Literal["auto"] | Holds] = "auto"
+    kept_as: Literal["auto"] | KeptAs | Mapping[str, Literal["auto"] | KeptAs] = "auto"
     validate: Check | None = None
     warm_up: Check | None = None
     warm_up_each: bool = False
@@ -72,7 +72,7 @@ def check_by_table(options: LoaderOptions, tables: Collection[str]) -> None:
     ------
     BadInput
     """
-    for argument, by_table in (("shard", options.shard), ("served", options.served), ("holds", options.holds)):
+    for argument, by_table in (("shard", options.shard), ("served", options.served), ("kept_as", options.kept_as)):
         strange = sorted(by_table.keys() - set(tables)) if isinstance(by_table, Mapping) else []
         if strange:
             raise BadInput(

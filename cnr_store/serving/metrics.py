@@ -70,7 +70,7 @@ class LoaderMetrics:
     failures
         How many of the last looks failed in a row.
     refused
-        Versions that ``validate`` turned down.
+        Versions that ``validate`` refused.
     lookups, retries
         Lookups of this process, and how often one began again because its view was merged meanwhile.
     error

@@ -89,10 +89,10 @@ class LoaderSource:
             tables[name] = (_floats(rows, view.table(name).kind), ~absent)
         return SourceRows(batch.version, tables)
 
-    def changed_since(self, held: SinkState) -> Mapping[str, RowIds] | None:
+    def changed_since(self, state: SinkState) -> Mapping[str, RowIds] | None:
         """See `SinkSource.changed_since`: reads the row ids of the segments between the two, and no values."""
         view = self._publisher.view
-        return None if view is None or self._opened is None else rows_between(self._opened, held.version, view)
+        return None if view is None or self._opened is None else rows_between(self._opened, state.version, view)
 
 
 class _LookupsOfAView(Lookups):
@@ -122,8 +122,8 @@ def _plain(choice: object) -> object:
     return None if choice is None else str(choice)
 
 
-def rows_between(store: Store, held: int, view: View) -> dict[str, RowIds] | None:
-    """Return which rows of a view's tables may differ between version ``held`` and the view's; blocks.
+def rows_between(store: Store, since: int, view: View) -> dict[str, RowIds] | None:
+    """Return which rows of a view's tables may differ between version ``since`` and the view's; blocks.
 
     None if their segments do not show it or were deleted: another baseline, another generation of a table, an expired
     version.
@@ -134,11 +134,13 @@ def rows_between(store: Store, held: int, view: View) -> dict[str, RowIds] | Non
     """
     log = store.internals.log
     try:
-        versions = range(held, view.version + 1) if 0 <= view.version - held <= MOST_RECORDS else (held, view.version)
+        versions = (
+            range(since, view.version + 1) if 0 <= view.version - since <= MOST_RECORDS else (since, view.version)
+        )
         entries = [entry for entry in map(log.read_standing, versions) if entry is not None]
-        if len(entries) < 1 or (entries[0].record.v, entries[-1].record.v) != (held, view.version):
+        if len(entries) < 1 or (entries[0].record.v, entries[-1].record.v) != (since, view.version):
             return None
-        plan = plan_path(entries) if held <= view.version else plan_update(entries[0], entries[-1])
+        plan = plan_path(entries) if since <= view.version else plan_update(entries[0], entries[-1])
         if isinstance(plan, Same):
             return {}
         if isinstance(plan, Compare):

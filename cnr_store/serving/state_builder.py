@@ -97,7 +97,7 @@ class StateBuilder:
         """
         dense, changed_dense = self._read_dense(snapshot, last, view)
         update = partial(
-            update_tables, snapshot, tables={} if view is None else view.tables, hold=self._serve_as,
+            update_tables, snapshot, tables={} if view is None else view.tables, serve_as=self._serve_as,
             recorded=None if last is None else last.recorded, memory=self._memory,
         )  # fmt: skip
         try:
@@ -114,10 +114,10 @@ class StateBuilder:
         del schema
         if self._tables is not None and table not in self._tables:
             return None
-        served, holds, shard = self._options.served, self._options.holds, self._options.shard
+        served, kept_as, shard = self._options.served, self._options.kept_as, self._options.shard
         return ServeAs(
             served.get(table) if isinstance(served, Mapping) else served,
-            holds.get(table, "auto") if isinstance(holds, Mapping) else holds,
+            kept_as.get(table, "auto") if isinstance(kept_as, Mapping) else kept_as,
             shard.get(table) if isinstance(shard, Mapping) else shard,
             is_named=self._tables is not None,
         )

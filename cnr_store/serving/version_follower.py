@@ -12,11 +12,11 @@ from cnr_store.format.commit_record import LogEntry
 from cnr_store.log.clock import wall_ms
 from cnr_store.serving.candidate import pass_gate
 from cnr_store.serving.following import ServeTarget, plan_between, repeats, wanted_version
-from cnr_store.serving.holds import FollowingCursor, leased
 from cnr_store.serving.loader_options import LoaderOptions
 from cnr_store.serving.log_tail import LogTail
 from cnr_store.serving.metrics import LoaderMetrics, PollResult
 from cnr_store.serving.poll_errors import PollErrors
+from cnr_store.serving.protection import FollowingCursor, leased
 from cnr_store.serving.state_builder import StateBuilder
 from cnr_store.serving.update.update_plan import Apply, Compare, Same, UpdatePlan
 from cnr_store.serving.version_queue import VersionQueue

@@ -35,7 +35,7 @@ from cnr_store.format.records import ArrayEntry, RowListEntry
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.serving import AttachedTables, Loader, LoaderOptions
-from cnr_store.serving.rows.served_table import Holds, row_kind
+from cnr_store.serving.rows.served_table import KeptAs, row_kind
 from cnr_store.serving.rows.views import Publisher
 from cnr_store.serving.update.applying import apply_segment
 from cnr_store.serving.update.loading import load_table
@@ -300,10 +300,10 @@ def measure_apply(report: harness.Report, folder: Path, size: Size) -> None:
     url = str(folder / "store")
     versions = write_deltas(url, size.rows, size.applied + 1)
     steps = Steps(url, versions)
-    for holds in get_args(Holds):
-        with steps.loader(LoaderOptions(holds=holds), threads=1) as loader, closing(Workers(1)) as workers:
-            bare = Bare(url, versions[0], holds)
-            segments = Segments(loader.store, versions[0], holds, workers)
+    for kept_as in get_args(KeptAs):
+        with steps.loader(LoaderOptions(kept_as=kept_as), threads=1) as loader, closing(Workers(1)) as workers:
+            bare = Bare(url, versions[0], kept_as)
+            segments = Segments(loader.store, versions[0], kept_as, workers)
             steps.move(loader, versions[1])
             segments.opened(versions[1])()
             bare.apply(versions[1])  # compiled code and pages are there from here on
@@ -327,12 +327,12 @@ def measure_apply(report: harness.Report, folder: Path, size: Size) -> None:
         ):
             rates = sorted(mbs / seconds for seconds in times[name].wall)
             report.add(
-                f"{holds} held, {what}: fp32 rows per core", float(np.median(rates)), goal=goals[0],
+                f"rows kept as {kept_as}, {what}: fp32 rows per core", float(np.median(rates)), goal=goals[0],
                 sense="at least", unit=" MB/s", low=rates[0], high=rates[-1],
             )  # fmt: skip
             ratios = [bare / mine for bare, mine in zip(times["bare"].wall, times[name].wall, strict=True)]
             report.add(
-                f"{holds} held, {what}: speed against bare", float(np.median(ratios)), goal=goals[1],
+                f"rows kept as {kept_as}, {what}: speed against bare", float(np.median(ratios)), goal=goals[1],
                 sense="at least", low=min(ratios), high=max(ratios),
             )  # fmt: skip
             mine, other = (float(np.median(times[side].cpu)) for side in (name, "bare"))
@@ -345,10 +345,10 @@ def measure_apply(report: harness.Report, folder: Path, size: Size) -> None:
 class Segments:
     """A table whose deltas are put on it by the library's own functions, one by one, without log and loader."""
 
-    def __init__(self, store: Store, version: int, holds: Holds, workers: Workers) -> None:
+    def __init__(self, store: Store, version: int, kept_as: KeptAs, workers: Workers) -> None:
         self._store, self._workers = store, workers
         snapshot = store.snapshot(version)
-        kind = row_kind(snapshot.tables[TABLE], None, holds)
+        kind = row_kind(snapshot.tables[TABLE], None, kept_as)
         self._publisher = Publisher(min_view_s=0.0)
         held = load_table(snapshot.readers, TABLE, kind, workers).base
         self._publisher.publish(version, snapshot.step, {TABLE: held})
@@ -369,13 +369,13 @@ class Segments:
 class Bare:
     """A table in memory, and a loop that reads a delta's files, decodes them and adds; it checks nothing."""
 
-    def __init__(self, url: str, version: int, holds: str) -> None:
+    def __init__(self, url: str, version: int, kept_as: str) -> None:
         self._store = Store.open(url, threads=1)
         snapshot = self._store.snapshot(version)
         self._scale = np.float32(snapshot.tables[TABLE].encoding.scale)  # type: ignore[union-attr] # it is a lattice
         self._table: npt.NDArray[Any] = snapshot.table(TABLE).read()
-        self._holds = holds
-        if holds == "codes":
+        self._kept_as = kept_as
+        if kept_as == "codes":
             self._table = np.rint(self._table / self._scale).astype(np.int16)
 
     def apply(self, version: int) -> None:
@@ -391,14 +391,14 @@ class Bare:
     def values(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """Return rows as float32."""
         rows = self._table[ids]
-        return rows if self._holds == "values" else rows.astype(np.float32) * self._scale
+        return rows if self._kept_as == "values" else rows.astype(np.float32) * self._scale
 
     def _add(self, root: Path, row_list: RowListEntry, index: int) -> None:
         entry = row_list.arrays["codes"]
         count = min(entry.chunk_rows, row_list.count - index * entry.chunk_rows)
         block = _decode(root, entry, index)[:count]
         rows = _decode(root, row_list.arrays["rows"], index)[:count]
-        if self._holds == "codes":
+        if self._kept_as == "codes":
             row_kernels.add_codes(self._table, rows, 0, block, 0)
         else:
             add_scaled(self._table, rows, block, self._scale)
@@ -428,22 +428,22 @@ def measure_memory(report: harness.Report, folder: Path, size: Size) -> None:
     """Peak memory of a fresh process that loads and applies one delta, beyond the table and the changed rows."""
     url = str(folder / "store")
     versions = write_deltas(url, size.rows, 1)
-    for holds, width in (("values", 4), ("codes", 2)):
-        found = harness.in_fresh_process(__file__, "peak_memory", url=url, versions=versions, holds=holds)
+    for kept_as, width in (("values", 4), ("codes", 2)):
+        found = harness.in_fresh_process(__file__, "peak_memory", url=url, versions=versions, kept_as=kept_as)
         table = size.rows * DIM * width / harness.MIB
         changed = DELTA_SHARE * table
         report.add(
-            f"{holds} held: peak {found['peak'] / harness.MIB:.0f} MiB, table {table:.0f}, changed {changed:.0f}: rest",
+            f"{kept_as}: peak {found['peak'] / harness.MIB:.0f} MiB, table {table:.0f}, changed {changed:.0f}: rest",
             found["peak"] / harness.MIB - table - changed, goal=GOAL_SPARE_MIB, unit=" MiB",
         )  # fmt: skip
         report.note(f"      load alone: peak {found['loaded'] / harness.MIB:.0f} MiB")
 
 
-def peak_memory(url: str, versions: list[int], holds: str) -> dict[str, int]:
+def peak_memory(url: str, versions: list[int], kept_as: str) -> dict[str, int]:
     """Load and apply one delta in this process; returns the peaks beyond what it held before, in bytes."""
     peak = harness.PeakMemory()
     steps = Steps(url, versions)
-    with steps.loader(LoaderOptions(holds=holds)) as loader:
+    with steps.loader(LoaderOptions(kept_as=kept_as)) as loader:
         loaded = peak.beyond_bytes
         loader.lookup(TABLE, np.arange(1000))
         steps.move(loader, versions[1])

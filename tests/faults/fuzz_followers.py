@@ -67,11 +67,11 @@ class FollowedVisit(Visit):
 
     def loader(self) -> None:
         root, grow = (self.fresh(), None) if self.chance.random() < 0.3 else self._grown()
-        holds = self.chance.choice(["auto", "values", "codes"])
+        kept_as = self.chance.choice(["auto", "values", "codes"])
         served = self.chance.choice([None, None, "int8", "float16"])
         with (
             opened(root) as store,
-            Loader(store, threads=1, options=LoaderOptions(holds=holds, served=served)) as loader,
+            Loader(store, threads=1, options=LoaderOptions(kept_as=kept_as, served=served)) as loader,
         ):
             version = loader.version
             if grow is not None:

@@ -195,7 +195,7 @@ class Model:
             found[table] = (np.full((len(ids), self.tables[table].dim), self.version, np.float32), there)
         return SourceRows(self.version, found)
 
-    def changed_since(self, held: SinkState) -> None:
+    def changed_since(self, state: SinkState) -> None:
         return None
 
     def show(self, version: int) -> None:

@@ -84,7 +84,7 @@ def escape_and_set(writer: Writer, values: Values) -> Values:
 WAYS: list[Callable[[Writer, Values], Values]] = [
     escape, delete, grow, shrink_and_grow, delete_and_compact, escape_and_set,
 ]  # fmt: skip
-HOLDINGS = [ServeAs(), ServeAs(holds="codes"), ServeAs(shard=HashShard(0, 2))]
+HOLDINGS = [ServeAs(), ServeAs(kept_as="codes"), ServeAs(shard=HashShard(0, 2))]
 
 
 @pytest.fixture

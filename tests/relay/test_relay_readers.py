@@ -195,7 +195,7 @@ def test_a_loader_follows_a_relay_through_all_that_happens_at_the_source(
     relay = Relay(store, place(files), policy=RetentionPolicy(keep_last=1), grace_s=0)
     relay.advance()
     newest, pointed, staged = Loader(near(files)), Loader(near(files), channel="serving"), Loader(near(files))
-    loaders = [newest, pointed, Loader(near(files), publish="apply", options=LoaderOptions(holds="codes"))]
+    loaders = [newest, pointed, Loader(near(files), publish="apply", options=LoaderOptions(kept_as="codes"))]
     seen: list[int] = []
     events: list[Callable[[], object]] = [
         lambda: save(store, 2, 3),

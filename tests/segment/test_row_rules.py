@@ -122,7 +122,7 @@ def restore_a_writer(at: Damaged) -> None:
 
 def load_a_table(at: Damaged, holding: ServeAs) -> None:
     snapshot = at.store.snapshot(version=at.version)
-    kind = row_kind(snapshot.tables[TABLE], holding.served, holding.holds)
+    kind = row_kind(snapshot.tables[TABLE], holding.served, holding.kept_as)
     load_table(snapshot.readers, TABLE, kind, snapshot.workers, shard=holding.shard)
 
 
@@ -154,7 +154,7 @@ READERS: list[Callable[[Damaged], None]] = [
     look_up, look_up_through_a_cache, read_the_row_as_a_range, read_the_table, restore_a_writer,
     stream_the_change, stream_the_change_through_a_mirror, stream_the_whole_table, merge_from_the_baseline,
 ]  # fmt: skip
-HOLDINGS = [ServeAs(), ServeAs(holds="codes"), ServeAs("float16"), ServeAs(shard=HashShard(0, 1))]
+HOLDINGS = [ServeAs(), ServeAs(kept_as="codes"), ServeAs("float16"), ServeAs(shard=HashShard(0, 1))]
 
 
 @pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)

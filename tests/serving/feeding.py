@@ -58,11 +58,11 @@ class Source:
             found[table] = (array.reshape(len(ids), DIM), np.array([value is not None for value in values], bool))
         return SourceRows(version, found)
 
-    def changed_since(self, held: SinkState) -> Mapping[str, RowIds] | None:
+    def changed_since(self, state: SinkState) -> Mapping[str, RowIds] | None:
         with self.lock:
-            if not self.tells_changes or held.version not in self.history:
+            if not self.tells_changes or state.version not in self.history:
                 return None
-            return differences(self.history[held.version], self.history[self.shown])
+            return differences(self.history[state.version], self.history[self.shown])
 
     def publish(self, changes: Mapping[str, Mapping[int, float | None]]) -> int:
         """Show a new version with these rows changed, and tell the feeds."""

@@ -163,7 +163,7 @@ def held_before(store: Store, holding: ServeAs, *, last: int = -1) -> tuple[Serv
     readers = snapshot.readers[: len(snapshot.readers) + last]
     schema = readers[-1].manifest.tables["t"]
     has_codes = isinstance(schema.encoding, Lattice | FloatBits)
-    kind = row_kind(schema, holding.served, holding.holds if has_codes else "auto")
+    kind = row_kind(schema, holding.served, holding.kept_as if has_codes else "auto")
     return load_table(readers, "t", kind, store.internals.workers, shard=holding.shard), snapshot.readers[last]
 
 
@@ -193,7 +193,7 @@ def test_the_quick_way_is_the_plain_way(kind: str, seed: int, holding: ServeAs, 
         quick = apply_segment(reader, served, store.internals.workers)
         plain = apply_segment(reader, served, store.internals.workers, reference=True)
 
-        if served.kind.holds == "values":
+        if served.kind.kept_as == "values":
             assert not quick.escapes.rows.size
         assert content(quick) == content(plain)
         store.close()
@@ -224,7 +224,7 @@ def test_codes_that_outgrow_int16_are_told() -> None:
             txn.write_table("t", np.ones((6, 2), np.float32), options=TableOptions(scale=0.5))
         with writer.begin(2) as txn:
             txn.write_rows("t", np.array([3]), np.full((1, 2), 32_000, np.float32))
-    served, reader = held_before(store, ServeAs(holds="codes"))
+    served, reader = held_before(store, ServeAs(kept_as="codes"))
     for reference in (False, True):
         with pytest.raises(CodesTooWide):
             apply_segment(reader, served, store.internals.workers, reference=reference)
@@ -356,7 +356,7 @@ def failure_of(consumer: Consumer, store: Store, target: LogEntry) -> CorruptSto
     return None
 
 
-@pytest.mark.parametrize("holding", [ServeAs(), ServeAs(holds="codes"), ServeAs("bfloat16", shard=HashShard(1, 2))])
+@pytest.mark.parametrize("holding", [ServeAs(), ServeAs(kept_as="codes"), ServeAs("bfloat16", shard=HashShard(1, 2))])
 def test_objects_that_are_gone_or_damaged_leave_what_is_held_alone(store: Store, holding: ServeAs) -> None:
     train(store, "lattice", 3, deltas=2)
     log = entries(store)
@@ -443,7 +443,9 @@ def test_only_what_is_needed_is_read() -> None:
     store.close()
 
 
-@pytest.mark.parametrize("holding", [ServeAs(), ServeAs(holds="codes"), ServeAs(holds="codes", shard=HashShard(0, 2))])
+@pytest.mark.parametrize(
+    "holding", [ServeAs(), ServeAs(kept_as="codes"), ServeAs(kept_as="codes", shard=HashShard(0, 2))]
+)
 def test_a_finer_unit_and_wider_codes_are_followed(store: Store, holding: ServeAs) -> None:
     rng = np.random.default_rng(5)
     values = rng.standard_normal((40, DIM)).astype(np.float32)
@@ -456,7 +458,7 @@ def test_a_finer_unit_and_wider_codes_are_followed(store: Store, holding: ServeA
             txn.refine_scale("t", 3)
             txn.write_rows("t", np.arange(0, 40, 3), values[::3] + np.float32(0.1))
         updates = consumer.go(store, [store.head()])
-        is_anew = holding.holds == "codes"
+        is_anew = holding.kept_as == "codes"
         assert isinstance(updates.changes["t"], BaseTable if is_anew else Overlay)
         with writer.begin(3) as txn:
             txn.write_rows("t", np.arange(1, 40, 3), values[1::3] * np.float32(9_000))

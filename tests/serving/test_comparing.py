@@ -34,7 +34,7 @@ def moved_to(values: Array, then: Array, holding: ServeAs, options: TableOptions
     return updates
 
 
-@pytest.mark.parametrize("holding", [ServeAs(), ServeAs(holds="codes"), ServeAs("float16", shard=HashShard(1, 2))])
+@pytest.mark.parametrize("holding", [ServeAs(), ServeAs(kept_as="codes"), ServeAs("float16", shard=HashShard(1, 2))])
 def test_rows_that_differ_become_an_overlay_and_no_others(holding: ServeAs) -> None:
     values = np.zeros((ROWS, DIM), np.float32)
     then = values.copy()
@@ -46,18 +46,18 @@ def test_rows_that_differ_become_an_overlay_and_no_others(holding: ServeAs) -> N
     assert sorted(change.ids.tolist()) == rows_in_shard(holding.shard, np.arange(5, 50)).tolist()
 
 
-@pytest.mark.parametrize("holding", [ServeAs(), ServeAs(holds="codes"), ServeAs(shard=HashShard(0, 1))])
+@pytest.mark.parametrize("holding", [ServeAs(), ServeAs(kept_as="codes"), ServeAs(shard=HashShard(0, 1))])
 def test_a_table_of_which_most_differs_is_loaded_anew(holding: ServeAs) -> None:
     values = np.zeros((ROWS, DIM), np.float32)
     change = moved_to(values, values + 1, holding, TableOptions(scale=0.5)).changes["t"]
     assert isinstance(change, BaseTable)
 
 
-@pytest.mark.parametrize(("holds", "expected"), [("values", Overlay), ("codes", BaseTable)])
-def test_another_scale_is_another_unit_for_codes_alone(holds: Any, expected: type) -> None:
+@pytest.mark.parametrize(("kept_as", "expected"), [("values", Overlay), ("codes", BaseTable)])
+def test_another_scale_is_another_unit_for_codes_alone(kept_as: Any, expected: type) -> None:
     values = np.zeros((ROWS, DIM), np.float32)
     store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=1)
-    consumer = Consumer(ServeAs(holds=holds), np.random.default_rng(0))
+    consumer = Consumer(ServeAs(kept_as=kept_as), np.random.default_rng(0))
     with store.writer() as writer:
         for step, scale in enumerate((0.5, 0.25)):
             with writer.begin(step, "baseline") as txn:

@@ -94,13 +94,15 @@ def test_bfloat16_rows_are_looked_up_into_a_tensor(training: Training) -> None:
 
 
 @pytest.mark.parametrize("served_as", ["float32", "float16", "bfloat16", "int8", None])
-@pytest.mark.parametrize("holds", ["auto", "codes"])
-def test_served_rows_are_the_same_after_deltas_as_after_a_load(training: Training, served_as: Any, holds: Any) -> None:
-    with Loader(training.open(), options=LoaderOptions(served=served_as, holds=holds)) as loader:
+@pytest.mark.parametrize("kept_as", ["auto", "codes"])
+def test_served_rows_are_the_same_after_deltas_as_after_a_load(
+    training: Training, served_as: Any, kept_as: Any
+) -> None:
+    with Loader(training.open(), options=LoaderOptions(served=served_as, kept_as=kept_as)) as loader:
         for _ in range(3):
             training.save()
             assert loader.poll().error is None
-            with Loader(training.open(), options=LoaderOptions(served=served_as, holds=holds)) as fresh:
+            with Loader(training.open(), options=LoaderOptions(served=served_as, kept_as=kept_as)) as fresh:
                 assert all(same_bits(rows, served(fresh)[name]) for name, rows in served(loader).items())
 
 
@@ -311,15 +313,15 @@ def test_versions_are_pinned_rolled_back_and_followed_again(training: Training) 
         assert not loader.poll().is_updated
 
 
-@pytest.mark.parametrize("holds", ["auto", "codes"])
-def test_a_rollback_to_before_a_finer_scale_reads_the_coarser_codes(training: Training, holds: Any) -> None:
+@pytest.mark.parametrize("kept_as", ["auto", "codes"])
+def test_a_rollback_to_before_a_finer_scale_reads_the_coarser_codes(training: Training, kept_as: Any) -> None:
     """Codes that are all even at the finer scale became zeros."""
     before = training.save()
     training.writer.restore()
     with training.writer.begin(9) as txn:
         txn.refine_scale("user")
         txn.write_rows("user", np.asarray([4]), np.full((1, DIM), 8, np.float32))
-    with Loader(training.open(), options=LoaderOptions(holds=holds)) as loader:
+    with Loader(training.open(), options=LoaderOptions(kept_as=kept_as)) as loader:
         assert loader.tables["user"].shift == 1
         loader.rollback(before)
         check_is_snapshot(loader, training.store.snapshot(before))

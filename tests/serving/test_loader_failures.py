@@ -165,7 +165,9 @@ def test_a_closed_loader_says_so(training: Training) -> None:
         loader.lookup("user", [1])
 
 
-@pytest.mark.parametrize("wrong", [{"publish": "now"}, {"poll_interval_s": 0}, {"served": "float8"}, {"holds": "all"}])
+@pytest.mark.parametrize(
+    "wrong", [{"publish": "now"}, {"poll_interval_s": 0}, {"served": "float8"}, {"kept_as": "all"}]
+)
 def test_misuse_is_refused(training: Training, wrong: dict[str, Any]) -> None:
     with pytest.raises(BadInput):
         opened_loader(training.open(), **wrong)

@@ -80,19 +80,19 @@ class LoaderMachine(MaintainedStoreMachine):
     @precondition(lambda self: len(self.followers) < MOST_LOADERS)
     @rule(
         publish=st.sampled_from(["poll", "apply"]),
-        holds=st.sampled_from(["auto", "codes"]),
+        kept_as=st.sampled_from(["auto", "codes"]),
         of_channel=st.booleans(),
     )
-    def open_loader(self, publish: Any, holds: Any, of_channel: bool) -> None:
+    def open_loader(self, publish: Any, kept_as: Any, of_channel: bool) -> None:
         channels = sorted(self.line.log.channels)
         channel = channels[0] if of_channel and channels else None
         codes = dict.fromkeys((f"t_{kind}" for kind in KINDS if kind not in ("raw", "affine")), "codes")
-        self.serve(self.line, channel, publish, codes if holds == "codes" else "auto")
+        self.serve(self.line, channel, publish, codes if kept_as == "codes" else "auto")
 
-    def serve(self, line: Line, channel: str | None, publish: Any, holds: Any) -> None:
+    def serve(self, line: Line, channel: str | None, publish: Any, kept_as: Any) -> None:
         fs = ReadOnly(self.inner)
         store = self.open_line(line, fs)
-        loader = Loader(store, channel=channel, publish=publish, options=LoaderOptions(holds=holds))
+        loader = Loader(store, channel=channel, publish=publish, options=LoaderOptions(kept_as=kept_as))
         self.followers.append(Follower(loader, line, fs, channel, publish, loader.version))
 
     def drop(self, follower: Follower) -> None:

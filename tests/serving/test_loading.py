@@ -43,8 +43,8 @@ def spoiled(kind: str, values: Array, rows: Array) -> Array:
 
 def load(snapshot: Snapshot, holding: ServeAs, table: str = "t") -> ServedTable:
     schema = snapshot.tables[table]
-    holds = holding.holds if isinstance(schema.encoding, Lattice | FloatBits) else "auto"
-    kind = row_kind(schema, holding.served, holds)
+    kept_as = holding.kept_as if isinstance(schema.encoding, Lattice | FloatBits) else "auto"
+    kind = row_kind(schema, holding.served, kept_as)
     return load_table(snapshot.readers, table, kind, snapshot.workers, shard=holding.shard)
 
 
@@ -113,7 +113,7 @@ def test_hash_shards_are_the_table_together() -> None:
 
 
 @pytest.mark.parametrize(
-    "holding", [ServeAs(holds="codes"), ServeAs("bfloat16"), ServeAs("float16", shard=HashShard(0, 2))]
+    "holding", [ServeAs(kept_as="codes"), ServeAs("bfloat16"), ServeAs("float16", shard=HashShard(0, 2))]
 )
 def test_codes_beyond_int16_are_held_in_int32(holding: ServeAs) -> None:
     store = new_store()
@@ -144,7 +144,7 @@ def test_a_hashed_table_has_each_key_once_as_its_newest_segment_has_it() -> None
 
     for holding in (
         ServeAs(),
-        ServeAs(holds="codes"),
+        ServeAs(kept_as="codes"),
         ServeAs("bfloat16", shard=HashShard(1, 2)),
         ServeAs(shard=RowRange(-9, 9)),
     ):
@@ -178,9 +178,9 @@ def test_int8_rows_of_a_set_only_table_are_fused_and_must_be_finite() -> None:
         load(store.snapshot(), ServeAs("int8"))
 
 
-@pytest.mark.parametrize("holds", ["values", "codes"])
+@pytest.mark.parametrize("kept_as", ["values", "codes"])
 @pytest.mark.parametrize("settled", [True, False])
-def test_the_state_digest_is_checked(holds: Any, settled: bool) -> None:
+def test_the_state_digest_is_checked(kept_as: Any, settled: bool) -> None:
     store = new_store()
     with store.writer() as writer:
         with writer.begin(1, "baseline") as txn:
@@ -193,7 +193,7 @@ def test_the_state_digest_is_checked(holds: Any, settled: bool) -> None:
     (part,) = last.manifest.parts
     parts = (msgspec.structs.replace(part, state_digest=f"{5:016x}"),)
     wrong = SegmentReader(store.storage, last.name, msgspec.structs.replace(last.manifest, parts=parts))
-    kind = row_kind(snapshot.tables["t"], None, holds)
+    kind = row_kind(snapshot.tables["t"], None, kept_as)
 
     with pytest.raises(CorruptStore, match="state digest"):
         load_table([*before, wrong], "t", kind, store.internals.workers)
@@ -211,7 +211,7 @@ def test_an_empty_table_is_a_table() -> None:
 
 
 @pytest.mark.parametrize(
-    "holding", [ServeAs(), ServeAs(holds="codes"), ServeAs("bfloat16"), ServeAs("float16", "codes")]
+    "holding", [ServeAs(), ServeAs(kept_as="codes"), ServeAs("bfloat16"), ServeAs("float16", "codes")]
 )
 @pytest.mark.parametrize("deltas", [0, 2])
 def test_a_load_takes_one_copy_and_what_is_in_flight(

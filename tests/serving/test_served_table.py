@@ -52,56 +52,56 @@ SHARDS = [None, RowRange(7, 31), HashShard(1, 3)]
 def test_values_are_held_where_they_are_enough(encoding: Any, dtype: Any, served: Any, expected: str) -> None:
     schema = TableSchema(num_rows=4, dim=2, dtype=dtype, encoding=encoding)
 
-    assert row_kind(schema, served).holds == expected
+    assert row_kind(schema, served).kept_as == expected
 
 
 @pytest.mark.parametrize("served", ["float32", "float16", "bfloat16", "int8"])
 def test_hashed_tables_hold_values_since_nothing_is_added_to_their_rows(served: Any) -> None:
-    assert row_kind(schema_of(keys="hashed"), served).holds == "values"
+    assert row_kind(schema_of(keys="hashed"), served).kept_as == "values"
 
 
 def test_codes_of_a_lattice_table_may_be_asked_for() -> None:
-    kind = row_kind(schema_of(), holds="codes")
+    kind = row_kind(schema_of(), kept_as="codes")
 
-    assert kind.holds == "codes"
+    assert kind.kept_as == "codes"
     assert kind.dtype == np.int16
     assert kind.served == "float32"
 
 
 @pytest.mark.parametrize(
-    ("encoding", "served", "holds", "says"),
+    ("encoding", "served", "kept_as", "says"),
     [
         (Raw(), None, "codes", "no codes"),
         (Affine(bits=8), None, "codes", "no codes"),
-        (Lattice(scale=SCALE), "float16", "values", "holds='codes'"),
+        (Lattice(scale=SCALE), "float16", "values", "kept_as='codes'"),
         (Lattice(scale=SCALE), "float64", "auto", "served as one of"),
         (Lattice(scale=SCALE), None, "both", "'auto', 'values' or 'codes'"),
     ],
 )
-def test_what_cannot_be_held_is_refused(encoding: Any, served: Any, holds: Any, says: str) -> None:
+def test_what_cannot_be_held_is_refused(encoding: Any, served: Any, kept_as: Any, says: str) -> None:
     schema = TableSchema(num_rows=4, dim=2, dtype="float32", encoding=encoding)
 
     with pytest.raises(BadInput, match=says):
-        row_kind(schema, served, holds)
+        row_kind(schema, served, kept_as)
 
 
 def test_a_refined_scale_changes_the_kind_of_held_codes_and_not_of_values() -> None:
     before, after = schema_of(), schema_of(shift=1)
 
     assert row_kind(before) == row_kind(after)
-    assert row_kind(before, holds="codes") != row_kind(after, holds="codes")
+    assert row_kind(before, kept_as="codes") != row_kind(after, kept_as="codes")
 
 
 @pytest.mark.parametrize("shard", SHARDS)
-@pytest.mark.parametrize("holds", ["auto", "codes"])
+@pytest.mark.parametrize("kept_as", ["auto", "codes"])
 @pytest.mark.parametrize("served", ["float32", "float16", "bfloat16", "int8"])
 @pytest.mark.parametrize("keys", ["dense", "hashed"])
-def test_reading_is_the_plain_definition(shard: Any, holds: Any, served: Any, keys: Any) -> None:
+def test_reading_is_the_plain_definition(shard: Any, kept_as: Any, served: Any, keys: Any) -> None:
     schema = schema_of(keys=keys)
     ids = ids_in(schema_of())
     ids = ids[is_in_shard(shard, ids)]
     model = {int(row): 3 * at - 20 for at, row in enumerate(ids) if at % 4}
-    held = held_table(model, schema, served=served, holds=holds, shard=shard)
+    held = held_table(model, schema, served=served, kept_as=kept_as, shard=shard)
     changes = {int(ids[1]): 100, int(ids[3]): None, int(ids[4]): -7}
     table = ServedTable(held, overlay_of(changes, held))
     model = {row: number for row, number in (model | changes).items() if number is not None}
@@ -122,7 +122,7 @@ def test_held_rows_and_their_status_are_what_a_delta_is_put_on(shard: Any) -> No
     ids = ids_in(schema_of())
     ids = ids[is_in_shard(shard, ids)]
     model = {int(row): at for at, row in enumerate(ids) if at % 3}
-    held = held_table(model, schema_of(), holds="codes", shard=shard)
+    held = held_table(model, schema_of(), kept_as="codes", shard=shard)
     table = ServedTable(held, overlay_of({int(ids[0]): 50, int(ids[1]): None}, held))
     model = {**model, int(ids[0]): 50}
     del model[int(ids[1])]
@@ -137,7 +137,7 @@ def test_held_rows_and_their_status_are_what_a_delta_is_put_on(shard: Any) -> No
 
 
 def test_wide_codes_are_read_like_narrow_ones() -> None:
-    schema, kind = schema_of(4), row_kind(schema_of(4), holds="codes")
+    schema, kind = schema_of(4), row_kind(schema_of(4), kept_as="codes")
     held = BaseTable.allocate("t", schema, kind, dtype=np.int32)
     held.rows[:] = np.array([[70_000], [-70_000], [5], [0]])
     out = np.empty((4, DIM), np.float32)
@@ -149,7 +149,7 @@ def test_wide_codes_are_read_like_narrow_ones() -> None:
 
 @pytest.mark.parametrize("served", ["float32", "bfloat16"])
 def test_escape_rows_are_exact_and_say_what_they_are(served: Any) -> None:
-    held = held_table({row: row for row in range(10)}, schema_of(10), served=served, holds="codes")
+    held = held_table({row: row for row in range(10)}, schema_of(10), served=served, kept_as="codes")
     assert held.status is not None
     held.status[[2, 7]] = ESCAPED
     exact = np.array([[0.1, np.nan, 3.3], [1e30, -np.inf, 0.7]], np.float32)
@@ -183,7 +183,7 @@ def test_exact_floats_come_back_bit_for_bit() -> None:
     schema = schema_of(64, encoding=FloatBits(mantissa_bits=23))
     values = np.random.default_rng(0).standard_normal((64, DIM)).astype(np.float32)
     values[3, 1], values[9, 0] = -0.0, np.inf
-    held = BaseTable.allocate("t", schema, row_kind(schema, holds="codes"))
+    held = BaseTable.allocate("t", schema, row_kind(schema, kept_as="codes"))
     held.rows[:] = float_bits_codes(values, 23)
     out = np.empty_like(values)
 
@@ -210,8 +210,8 @@ def test_a_sixteen_bit_lattice_table_is_rounded_as_its_snapshot_is() -> None:
     [
         (None, 40, r"row id 40 at position 1 is outside table 't' with 40 rows"),
         (None, -1, r"row id -1 "),
-        (RowRange(7, 31), 6, r"of which rows \[7, 31\) are held here"),
-        (HashShard(1, 3), 1, r"of which hash shard 1 of 3 is held here"),
+        (RowRange(7, 31), 6, r"of which rows \[7, 31\) are served here"),
+        (HashShard(1, 3), 1, r"of which hash shard 1 of 3 is served here"),
         (HashShard(1, 3), 40, r"outside table 't' with 40 rows"),
     ],
 )
@@ -242,15 +242,15 @@ def test_any_key_of_a_hashed_table_may_be_asked_for() -> None:
 
 
 def test_the_newer_of_two_overlays_wins() -> None:
-    held = held_table({}, schema_of(holds := 40))
+    held = held_table({}, schema_of(num_rows := 40))
     older = overlay_of({1: 1, 2: 2, 3: None, 4: 4}, held)
     newer = overlay_of({2: None, 3: 33, 5: 5}, held)
 
     merged = Overlay.merged("t", older, newer)
 
-    out = np.empty((holds, DIM), np.float32)
-    ServedTable(held, merged).read(np.arange(holds), out)
-    np.testing.assert_array_equal(out, expected_rows(held.kind, np.arange(holds), {1: 1, 3: 33, 4: 4, 5: 5}))
+    out = np.empty((num_rows, DIM), np.float32)
+    ServedTable(held, merged).read(np.arange(num_rows), out)
+    np.testing.assert_array_equal(out, expected_rows(held.kind, np.arange(num_rows), {1: 1, 3: 33, 4: 4, 5: 5}))
     assert len(merged) == 5
 
 

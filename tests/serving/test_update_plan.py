@@ -16,7 +16,7 @@ from cnr_store.serving.update.update_plan import (
     Compare,
     Reread,
     Same,
-    is_directly_behind,
+    follows_directly,
     plan_path,
     plan_update,
 )
@@ -127,7 +127,7 @@ def test_a_branch_begins_with_the_state_of_its_fork_point() -> None:
     point = log(("baseline", "B"), ("delta", "Ba"))[1]
     (first, then) = log(("fork", "Ba"), ("delta", "Bax"))
 
-    assert not is_directly_behind(point, first)
+    assert not follows_directly(point, first)
     assert plan_update(point, first) == Same()
     assert plan_update(point, then) == Apply(chain("Bax")[2:])
 
@@ -147,7 +147,7 @@ def test_torn_positions_between_two_records_do_not_count() -> None:
     torn = Superseded(follows=held.digest, torn=("t1", "t2"))
     target = LogEntry(msgspec.structs.replace(target.record, v=3, parent_digest="t2", supersedes=torn), "x")
 
-    assert is_directly_behind(held, target)
+    assert follows_directly(held, target)
     assert plan_update(held, target) == Same()
 
 

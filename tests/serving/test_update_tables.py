@@ -41,7 +41,7 @@ def path_from(store: Store, entry: LogEntry) -> list[LogEntry]:
 
 
 def test_a_copy_that_grows_on_the_way_leaves_nothing_behind(store: Store) -> None:
-    consumer = consumer_of(ServeAs(holds="codes"))
+    consumer = consumer_of(ServeAs(kept_as="codes"))
     with store.writer() as writer:
         with writer.begin(0) as txn:
             txn.create_table("h", dim=2, options=OPTIONS)
@@ -56,7 +56,7 @@ def test_a_copy_that_grows_on_the_way_leaves_nothing_behind(store: Store) -> Non
 
 
 def test_a_finer_unit_that_int16_cannot_hold_leaves_one_copy(store: Store) -> None:
-    consumer = consumer_of(ServeAs(holds="codes"))
+    consumer = consumer_of(ServeAs(kept_as="codes"))
     with store.writer() as writer, writer.begin(0) as txn:
         txn.write_table("t", np.full((40, 2), 10_000, np.float32), options=OPTIONS)
     consumer.go(store, [store.head()])
@@ -70,9 +70,9 @@ def test_a_finer_unit_that_int16_cannot_hold_leaves_one_copy(store: Store) -> No
     assert updates.changes["t"].rows.dtype == np.int32
 
 
-@pytest.mark.parametrize("holds", ["auto", "codes"])
-def test_a_row_without_an_int8_form_fails_the_move_and_no_lookup(store: Store, holds: Any) -> None:
-    consumer = consumer_of(ServeAs("int8", holds))
+@pytest.mark.parametrize("kept_as", ["auto", "codes"])
+def test_a_row_without_an_int8_form_fails_the_move_and_no_lookup(store: Store, kept_as: Any) -> None:
+    consumer = consumer_of(ServeAs("int8", kept_as))
     with store.writer() as writer:
         with writer.begin(0) as txn:
             txn.write_table("t", np.ones((40, 2), np.float32), options=OPTIONS)

@@ -153,7 +153,7 @@ def test_a_version_without_changed_rows_moves_schema_and_version() -> None:
 
 def test_an_overlay_of_another_kind_of_row_is_refused() -> None:
     publisher = publisher_of()
-    codes = held_table({}, schema_of(), holds="codes")
+    codes = held_table({}, schema_of(), kept_as="codes")
 
     with pytest.raises(ValueError, match="an overlay of table 't' is int16"):
         publisher.publish(2, 20, {"t": overlay_of({1: 1}, codes)})
@@ -429,7 +429,7 @@ def keyed_publisher(model: dict[int, int], **kind: Any) -> Publisher:
     return publisher
 
 
-@pytest.mark.parametrize("kind", [{}, {"holds": "codes"}, {"served": "int8"}])
+@pytest.mark.parametrize("kind", [{}, {"kept_as": "codes"}, {"served": "int8"}])
 def test_keys_come_go_and_come_again(kind: Any) -> None:
     model = {key: key % 50 for key in range(-300, 300, 3)}
     publisher = keyed_publisher(model, **kind)

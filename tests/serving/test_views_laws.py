@@ -23,7 +23,7 @@ from tests.support.served_rows import expected_rows, held_table, overlay_of, sch
 SCHEMA = schema_of(24)
 LOADS: list[dict[str, Any]] = [
     {"schema": SCHEMA},
-    {"schema": SCHEMA, "holds": "codes"},
+    {"schema": SCHEMA, "kept_as": "codes"},
     {"schema": SCHEMA, "served": "bfloat16", "shard": RowRange(3, 20)},
     {"schema": SCHEMA, "shard": HashShard(1, 2)},
     {"schema": SCHEMA, "served": "int8", "shard": HashShard(0, 2)},

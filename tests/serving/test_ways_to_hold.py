@@ -16,7 +16,7 @@ from tests.support.store_oracle import same_bits
 ROWS, DIM, STEP = 4000, 18, 0.25
 WAYS: list[dict[str, Any]] = [
     {},
-    {"holds": "codes"},
+    {"kept_as": "codes"},
     {"served": "float16"},
     {"served": "bfloat16"},
     {"served": "int8"},
@@ -51,5 +51,5 @@ def test_a_loader_follows_a_table_through_deltas_and_compactions(
                 assert held()
             compact_run(store, policy=CompactionPolicy(max_chain=1))
             assert held()
-            if way in ({}, {"holds": "codes"}):
+            if way in ({}, {"kept_as": "codes"}):
                 assert same_bits(loader.lookup("t", every), store.snapshot().table("t").read())

@@ -38,7 +38,7 @@ def store() -> Iterator[Store]:
         ({"shard": {"user": (0, 5)}}, "RowRange"),
         ({"tables": ["user"], "shard": {"usr": RowRange(0, 5)}}, r"shard names 'usr', .* \['user'\]"),
         ({"tables": ["user"], "served": {"item": "float16"}}, "served names 'item'"),
-        ({"tables": ["user"], "holds": {"usr": "codes"}}, "holds names 'usr'"),
+        ({"tables": ["user"], "kept_as": {"usr": "codes"}}, "kept_as names 'usr'"),
     ],
 )
 def test_a_loader_refuses_arguments_that_would_mean_nothing(store: Store, arguments: dict[str, Any], said: str) -> None:

@@ -27,7 +27,7 @@ Array = np.ndarray[Any, Any]
 
 HOLDINGS = (
     ServeAs(),
-    ServeAs(holds="codes"),
+    ServeAs(kept_as="codes"),
     ServeAs("float32"),
     ServeAs("float16"),
     ServeAs("bfloat16", shard=RowRange(3, 11)),
@@ -116,8 +116,8 @@ class Consumer:
 
     def hold(self, _name: str, schema: TableSchema) -> ServeAs:
         has_codes = isinstance(schema.encoding, Lattice | FloatBits)
-        holds = self.holding.holds if has_codes else "auto"
-        return ServeAs(self.holding.served, holds, self.holding.shard)
+        kept_as = self.holding.kept_as if has_codes else "auto"
+        return ServeAs(self.holding.served, kept_as, self.holding.shard)
 
     def plan(self, path: Sequence[LogEntry]) -> UpdatePlan:
         """By way of ``path``, whose last entry is the target; or by the two ends alone."""

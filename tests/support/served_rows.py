@@ -32,7 +32,7 @@ def schema_of(num_rows: int = 40, *, keys: Literal["dense", "hashed"] = "dense",
 def held_rows(kind: RowKind, numbers: Array) -> Array:
     """The rows of some numbers (n,) as they are held."""
     codes = np.repeat(numbers.astype(np.int32)[:, None], kind.dim, axis=1)
-    if kind.holds == "codes":
+    if kind.kept_as == "codes":
         return codes.astype(kind.dtype)
     return served_rows(kind, numbers)
 
@@ -51,12 +51,12 @@ def held_table(
     *,
     name: str = "t",
     served: Served | None = None,
-    holds: Literal["auto", "values", "codes"] = "auto",
+    kept_as: Literal["auto", "values", "codes"] = "auto",
     shard: Shard | None = None,
     memory: Memory = ANONYMOUS,
 ) -> BaseTable:
     """A table loaded from a model."""
-    kind = row_kind(schema, served, holds)
+    kind = row_kind(schema, served, kept_as)
     ids = np.array(sorted(model), np.int64)
     rows = held_rows(kind, np.array([model[row] for row in ids.tolist()], np.int64))
     held = BaseTable.allocate(name, schema, kind, shard=shard, num_keys=len(ids), memory=memory)

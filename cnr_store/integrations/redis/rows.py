@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from cnr_store.errors import BadRowIds, CorruptStore, StorageFailure, TableNotFound
 from cnr_store.integrations.redis.connection import Connection, CurrentGeneration, connected, document_of, numbers_of
+from cnr_store.serving.rows.lookup_arguments import checked_ids
 from cnr_store.serving.sinks.protocol import SinkState
 from cnr_store.serving.sinks.stored_rows import row_width, rows_from_bytes
 from cnr_store.types import RowIds
@@ -101,7 +102,7 @@ class RedisRows:
             Nothing was committed, or there is no such table.
         BadRowIds, StorageFailure, CorruptStore
         """
-        wanted = {table: _integers(table, ids) for table, ids in row_ids.items()}
+        wanted = {table: checked_ids(ids, table) for table, ids in row_ids.items()}
         count = sum(map(len, wanted.values()))
         if count > MOST_ROWS:
             raise BadRowIds(
@@ -175,13 +176,3 @@ def _batch(document: CurrentGeneration, asked: Mapping[str, RowIds], found: list
         kind = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}.get(document.stored_as, "u1")
         rows[table] = stored.view(kind).copy() if as_stored else rows_from_bytes(document.stored_as, stored, dim)
     return RedisBatch(document.state, rows, missing)
-
-
-def _integers(table: str, ids: npt.ArrayLike) -> RowIds:
-    array = np.asarray(ids)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise BadRowIds(
-            f"row ids of table {table!r} must be integers in one dimension, found {array.dtype} of shape {array.shape}",
-            table=table, expected="int64 (n,)", found=f"{array.dtype} {array.shape}",
-        )  # fmt: skip
-    return array.astype(np.int64, copy=False)

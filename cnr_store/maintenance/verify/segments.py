@@ -167,7 +167,7 @@ def _shard_read(reader: SegmentReader, array: ArrayEntry, shards: Shards, chunks
     data = reader.read_object(path)
     wanted = arrays.shard_index(shards.sizes[chunks.start : chunks.stop], shards.chunks)
     if data[-len(wanted) :] != wanted:
-        raise CorruptObject(f"{key} has another index than the manifest says; other Zarr readers see other chunks")
+        raise CorruptObject(f"{key} has another index than the manifest records; other Zarr readers see other chunks")
 
     def take(place: ChunkPlace) -> bytes | None:
         if place.path != path:

@@ -75,15 +75,15 @@ def _find(slots: Slots, keys: RowIds, out: npt.NDArray[np.int64]) -> int:
             prefetch(slots, _home(keys[i + _AHEAD], mask))
         key = keys[i]
         at = _home(key, mask)
-        held = slots[at, 1]
+        place = slots[at, 1]
         # The key is written before its position is; read the other way round, it is the key of this position.
         load_fence()
-        while held != 0 and slots[at, 0] != key:
+        while place != 0 and slots[at, 0] != key:
             at = (at + 1) & mask
-            held = slots[at, 1]
+            place = slots[at, 1]
             load_fence()
-        out[i] = held - _FIRST if held > _REMOVED else MISSING
-        missing += 1 if held <= _REMOVED else 0
+        out[i] = place - _FIRST if place > _REMOVED else MISSING
+        missing += 1 if place <= _REMOVED else 0
     return missing
 
 

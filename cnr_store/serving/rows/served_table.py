@@ -31,8 +31,8 @@ from cnr_store.types import FloatBits, Lattice, RowIds, TableDtype
 Served = Literal["float32", "float16", "bfloat16", "int8"]
 """How a lookup returns rows. ``int8``: fused 8-bit rows (uint8, dim + 8): codes, float32 scale, float32 bias."""
 
-Holds = Literal["values", "codes"]
-_SERVED, _HOLDS = get_args(Served), ("auto", *get_args(Holds))
+KeptAs = Literal["values", "codes"]
+_SERVED, _KEPT_AS = get_args(Served), ("auto", *get_args(KeptAs))
 
 READ_BLOCK_ROWS = 1024
 """Rows decoded at a time in a lookup, so that codes and floats on the way stay in the cache."""
@@ -53,7 +53,7 @@ class RowKind:
 
     Attributes
     ----------
-    holds
+    kept_as
         ``values``: base rows are what a lookup returns, bit for bit, absent and exact rows included.
         ``codes``: base rows are integer codes; those of absent and exact rows are undefined.
     served
@@ -66,7 +66,7 @@ class RowKind:
         What a lookup returns for an absent row, (served_width,) of `served_dtype`; not to be written.
     """
 
-    holds: Holds
+    kept_as: KeptAs
     served: Served
     table_dtype: TableDtype
     dim: int
@@ -87,7 +87,7 @@ class RowKind:
     @property
     def width(self) -> int:
         """Elements of a base row."""
-        return self.dim if self.holds == "codes" else self.served_width
+        return self.dim if self.kept_as == "codes" else self.served_width
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -131,7 +131,7 @@ class RowKind:
         return -1 if is_served else self.serve(values, out)
 
 
-def row_kind(schema: TableSchema, served: Served | None = None, holds: Literal["auto"] | Holds = "auto") -> RowKind:
+def row_kind(schema: TableSchema, served: Served | None = None, kept_as: Literal["auto"] | KeptAs = "auto") -> RowKind:
     """Return the form of base rows that lookups return as ``served`` and deltas can be applied to. Pure.
 
     ``served`` None means the table's own dtype. ``auto`` keeps values if possible. Values need no decoding; codes of a
@@ -146,35 +146,35 @@ def row_kind(schema: TableSchema, served: Served | None = None, holds: Literal["
     served = schema.dtype if served is None else served
     if served not in _SERVED:
         raise BadInput(f"rows are served as one of {_SERVED}, found {served!r}", found=served)
-    if holds not in _HOLDS:
-        raise BadInput(f"holds is 'auto', 'values' or 'codes', found {holds!r}", found=holds)
-    return _row_kind(schema_key(schema), served, holds)
+    if kept_as not in _KEPT_AS:
+        raise BadInput(f"kept_as is 'auto', 'values' or 'codes', found {kept_as!r}", found=kept_as)
+    return _row_kind(schema_key(schema), served, kept_as)
 
 
 @lru_cache(maxsize=1 << 14)
-def _row_kind(key: bytes, served: Served, holds: Literal["auto"] | Holds) -> RowKind:
+def _row_kind(key: bytes, served: Served, kept_as: Literal["auto"] | KeptAs) -> RowKind:
     schema = msgspec.msgpack.decode(key, type=TableSchema)
     name = type(schema.encoding).__name__
     has_codes = isinstance(schema.encoding, Lattice | FloatBits)
-    if holds == "codes" and not has_codes:
+    if kept_as == "codes" and not has_codes:
         raise BadInput(
-            f"a table of encoding {name} has no codes to hold: its rows are always whole; use holds='values'",
-            expected="values", found=holds,
+            f"a table of encoding {name} has no codes: its rows are always whole; use kept_as='values'",
+            expected="values", found=kept_as,
         )  # fmt: skip
-    if holds == "values" and not _values_suffice(schema, served):
+    if kept_as == "values" and not _values_suffice(schema, served):
         raise BadInput(
-            f"differences to a {schema.dtype} table of encoding {name} cannot be added to rows held as {served}: "
-            "their codes cannot be had back; use holds='codes', or 'auto'",
-            expected="codes", found=holds,
+            f"differences to a {schema.dtype} table of encoding {name} cannot be added to rows kept as {served}: "
+            "these do not determine their codes; use kept_as='codes', or 'auto'",
+            expected="codes", found=kept_as,
         )  # fmt: skip
-    holds_codes = holds == "codes" or (holds == "auto" and not _values_suffice(schema, served))
+    keeps_codes = kept_as == "codes" or (kept_as == "auto" and not _values_suffice(schema, served))
     kind = RowKind(
-        holds="codes" if holds_codes else "values",
+        kept_as="codes" if keeps_codes else "values",
         served=served,
         table_dtype=schema.dtype,
         dim=schema.dim,
         fill=schema.fill,
-        spec=array_specs(schema)["codes"] if holds_codes else None,
+        spec=array_specs(schema)["codes"] if keeps_codes else None,
         fill_row=np.empty(0),
     )
     fill = widths.from_float32(np.full((1, schema.dim), schema.fill, np.float32), schema.dtype)
@@ -432,7 +432,7 @@ class ServedTable:
             A row that is not finite has no int8 form.
         """
         base, kind = self.base, self.base.kind
-        if self.overlay is None and base.index is None and kind.holds == "values":
+        if self.overlay is None and base.index is None and kind.kept_as == "values":
             outside = gather.gather_range(gather.as_words(base.rows), base.start, ids, gather.as_words(out))
             if outside >= 0:
                 raise self._outside(ids, outside)
@@ -442,7 +442,7 @@ class ServedTable:
         places = self._places(ids)
         if missing is not None:
             np.equal(places, gather.ABSENT_PLACE, out=missing)
-        if kind.holds == "values":
+        if kind.kept_as == "values":
             over = base.rows[:0] if self.overlay is None else self.overlay.rows
             fill = gather.as_words(kind.fill_row.reshape(1, -1))[0]
             return int(
@@ -534,9 +534,9 @@ class ServedTable:
         what = "hashed keys" if schema.keys == "hashed" else f"{schema.num_rows} rows"
         part = ""
         if isinstance(shard, HashShard):
-            part = f", of which hash shard {shard.index} of {shard.count} is held here"
+            part = f", of which hash shard {shard.index} of {shard.count} is served here"
         elif shard is not None:
-            part = f", of which rows [{shard.start}, {shard.stop}) are held here"
+            part = f", of which rows [{shard.start}, {shard.stop}) are served here"
         return BadRowIds(
             f"row id {row} at position {at} is outside table {self.name!r} with {what}{part}",
             table=self.name,

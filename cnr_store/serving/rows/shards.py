@@ -37,7 +37,9 @@ def check_shard(shard: Shard | None) -> Shard | None:
             f"a shard is RowRange(start, stop) or HashShard(index, count), found {shard!r}", found=str(shard)
         )
     if isinstance(shard, RowRange) and shard.start > shard.stop:
-        raise BadInput(f"a row range ends behind its start; found [{shard.start}, {shard.stop})", found=str(shard))
+        raise BadInput(
+            f"a row range must end at or after its start; found [{shard.start}, {shard.stop})", found=str(shard)
+        )
     if isinstance(shard, HashShard) and not 0 <= shard.index < shard.count:
         raise BadInput(
             f"hash shard {shard.index} of {shard.count}: the index is from 0 to the count, exclusive", found=str(shard)

@@ -352,7 +352,9 @@ def current_generation(folder: Path) -> int | None:
 def map_file(
     path: Path, size: int, used: int | None = None, *, create: bool = True, writable: bool = True
 ) -> npt.NDArray[np.uint8]:
-    """Return a file's first ``size`` bytes, shared with all who map it; a new file's are zeros, ``used`` of them taken.
+    """Return a file's first ``size`` bytes, shared with all processes that map it.
+
+    The bytes of a new file are zeros; ``used`` of them are allocated.
 
     Raises
     ------

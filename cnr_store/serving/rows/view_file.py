@@ -21,7 +21,7 @@ from cnr_store.format.records import TableSchema
 from cnr_store.segment.codes import EscapeRows
 from cnr_store.serving.rows.key_index import KeyIndex
 from cnr_store.serving.rows.memory import Array
-from cnr_store.serving.rows.served_table import BaseTable, Holds, Overlay, Served, ServedTable, row_kind
+from cnr_store.serving.rows.served_table import BaseTable, KeptAs, Overlay, Served, ServedTable, row_kind
 from cnr_store.serving.rows.shards import HashShard, Shard
 from cnr_store.serving.rows.views import View
 from cnr_store.types import RowRange
@@ -53,7 +53,7 @@ class BaseRef(msgspec.Struct, frozen=True, kw_only=True):
     """A `BaseTable`."""
 
     schema: TableSchema
-    holds: Holds
+    kept_as: KeptAs
     served: Served
     rows: ArrayRef
     start: int
@@ -135,7 +135,7 @@ def _base_ref(base: BaseTable, ref_of: Callable[[Array], ArrayRef]) -> BaseRef:
     shard = base.shard
     return BaseRef(
         schema=base.schema,
-        holds=base.kind.holds,
+        kept_as=base.kind.kept_as,
         served=base.kind.served,
         rows=ref_of(base.rows),
         start=base.start,
@@ -194,7 +194,7 @@ def _base_of(name: str, ref: BaseRef, array_of: Callable[[ArrayRef], Array]) -> 
     return BaseTable(
         name=name,
         schema=ref.schema,
-        kind=row_kind(ref.schema, ref.served, ref.holds),
+        kind=row_kind(ref.schema, ref.served, ref.kept_as),
         rows=array_of(ref.rows),
         start=ref.start,
         stop=ref.stop,

@@ -2,7 +2,7 @@
 
 A view is base rows plus an overlay of the rows that its version changed. A publisher builds the overlay first, then
 swaps the view. Later it merges the overlay into the base rows. Lookups in older views notice this by the `Board` and
-read again. Readers register nowhere, so a reader that dies costs nothing.
+read again. Readers do not register, so a reader that ends needs no clean-up.
 """
 
 from __future__ import annotations
@@ -515,7 +515,7 @@ def lookup_in(
         kind = table.base.kind
         keys = checked_ids(wanted, name)
         into = checked_out(None if out is None else out.get(name), len(keys), kind, name)
-        can_miss = table.base.index is not None or kind.holds == "codes"
+        can_miss = table.base.index is not None or kind.kept_as == "codes"
         flags = np.empty(len(keys), np.bool_) if can_miss else None
         absent = table.read(keys, into, flags)
         rows[name] = into

@@ -6,7 +6,7 @@ here is ever an increment: a batch that is written twice, or begun again, ends i
 
 ```python
 sink = FusedRows(bits=8)
-loader.add_sink(sink)                     # from now on each published version is pushed behind serving
+loader.add_sink(sink)                     # from now on each published version is pushed, after it is served
 ```
 """
 

@@ -116,7 +116,7 @@ class FusedRows:
             A batch of changes, where nothing was committed.
         """
         if not (full or self._state):
-            raise BadInput(f"{self._name} holds nothing yet: its first batch is a full one")
+            raise BadInput(f"{self._name} has no rows yet: its first batch must be a full one")
         for table, shape in tables.items():
             if shape.num_rows is None:
                 raise Unsupported(
@@ -124,13 +124,13 @@ class FusedRows:
                     f"{self._name}",
                     table=table,
                 )  # fmt: skip
-            held = self._tensors.get(table)
+            tensor = self._tensors.get(table)
             width = fused_row_bytes(shape.dim, self.bits)
-            if held is not None and tuple(held.shape) != (shape.num_rows, width):
+            if tensor is not None and tuple(tensor.shape) != (shape.num_rows, width):
                 raise Unsupported(
-                    f"table {table!r} of {self._name} changed from {tuple(held.shape)} to {(shape.num_rows, width)} "
-                    "bytes, and a tensor that a module holds keeps its size; make another FusedRows, and bind that",
-                    table=table, expected=tuple(held.shape), found=(shape.num_rows, width),
+                    f"table {table!r} of {self._name} changed from {tuple(tensor.shape)} to {(shape.num_rows, width)} "
+                    "bytes, and the size of a tensor that a module uses cannot change; make another FusedRows",
+                    table=table, expected=tuple(tensor.shape), found=(shape.num_rows, width),
                 )  # fmt: skip
         self._batch = (
             _full_batch(tables, self.bits) if full else _FusedBatch(dict(tables), {}, {table: [] for table in tables})
@@ -193,12 +193,12 @@ class FusedRows:
         import torch
 
         for table, rows in batch.whole.items():
-            held = self._tensors.get(table)
-            if held is None:
+            tensor = self._tensors.get(table)
+            if tensor is None:
                 self._tensors[table] = torch.from_numpy(rows)
                 self._dims[table] = batch.tables[table].dim
             else:
-                held.numpy()[...] = rows
+                tensor.numpy()[...] = rows
         if batch.whole:
             for table in self._tensors.keys() - batch.whole.keys():
                 self._tensors[table].zero_()

@@ -73,8 +73,8 @@ class SinkSource(Protocol):
     def read_rows(self, row_ids: Mapping[str, RowIds]) -> SourceRows:
         """Return the rows of these ids, all of one version; absent ids are marked, and no error."""
 
-    def changed_since(self, held: SinkState) -> Mapping[str, RowIds] | None:
-        """Return which rows may differ between ``held``, an older or newer version, and the one published now.
+    def changed_since(self, state: SinkState) -> Mapping[str, RowIds] | None:
+        """Return which rows may differ between ``state``, an older or newer version, and the one published now.
 
         Includes rows that only one of the two has. None if finding them is expensive: the sink then gets all rows.
         """

@@ -270,7 +270,7 @@ class SinkFeed:
                 self._fail(error)
                 raise
             except Exception as error:
-                # A sink may be anybody's: what it raises must not end the thread, nor leave a batch half counted.
+                # A sink of the user's may raise anything: that must not end the thread, nor leave a batch half counted.
                 failure = StorageFailure(f"pushing to {self.sink.name} failed ({type(error).__name__})")
                 self._fail(failure)
                 raise failure from error
@@ -318,32 +318,32 @@ class SinkFeed:
 
     def _open(self) -> None:
         """Ask the sink what it has, and find out which rows it lacks."""
-        held = self.sink.open()
+        served = self.sink.open()
         # Not under the lock: the source may hold a lock of its own while it gives a notice.
         published = self._source.published()
         with self._changed:
             self._published = self._published or published
             published, attempt, self._attempt = self._published, self._attempt, None
-            if attempt is not None and held is not None and held == attempt.state:
-                self._shown, self._is_open = held, True  # the commit succeeded: what is due came after it
+            if attempt is not None and served is not None and served == attempt.state:
+                self._shown, self._is_open = served, True  # the commit succeeded: what is due came after it
                 return
-            if attempt is not None and held is not None and held == self._shown:
+            if attempt is not None and served is not None and served == self._shown:
                 self._due.everything |= attempt.full
                 for changed in attempt.taken:
                     self._due.add(changed)
                 self._is_open = True
                 return
-            self._shown = held
+            self._shown = served
             # `changed_since` includes all notices until now; later notices add to it.
             self._due = _Due()
             if published is None:
                 return
-            if self._behind_since is None and held != published.state:
+            if self._behind_since is None and served != published.state:
                 self._behind_since = time.monotonic()
-            if held is None or not held.continues(published.state):
+            if served is None or not served.continues(published.state):
                 self._due.everything = True
-        if held is not None and held.continues(published.state) and held != published.state:
-            lacking = self._source.changed_since(held)
+        if served is not None and served.continues(published.state) and served != published.state:
+            lacking = self._source.changed_since(served)
             with self._changed:
                 self._due.everything |= lacking is None
                 self._due.add(lacking or {})

@@ -29,9 +29,9 @@ _AHEAD = 8
 
 @njit(nogil=True, error_model="numpy")
 def lattice_add(base: Array, positions: Positions, differences: Array, scale: np.float32, out: Array) -> int:
-    """``out[i] = scale * (rint(held[positions[i]] / scale) + differences[i])``.
+    """``out[i] = scale * (rint(base[positions[i]] / scale) + differences[i])``.
 
-    ``held`` and ``out`` are float32 (N, d) and (n, d), ``differences`` int16 or int32. Returns -1, or the first row
+    ``base`` and ``out`` are float32 (N, d) and (n, d), ``differences`` int16 or int32. Returns -1, or the first row
     where a code or difference is beyond `LARGEST_CODE`; rows after it are not written.
     """
     step = np.float32(scale)
@@ -57,7 +57,7 @@ def lattice_add(base: Array, positions: Positions, differences: Array, scale: np
 
 @njit(nogil=True)
 def float_bits_add(base: Array, positions: Positions, differences: Array, shift: int, wraps: bool, out: Array) -> int:
-    """Add its difference to the ordered image of each float; ``held`` and ``out`` are bits, int32 or int16.
+    """Add its difference to the ordered image of each float; ``base`` and ``out`` are bits, int32 or int16.
 
     ``shift`` low bits are zero and no part of the image. Sums are modulo 2^32 with ``wraps``, else they fit int16.
     Returns -1, or the first row where one does not; rows after it are not written.
@@ -86,7 +86,7 @@ def float_bits_add(base: Array, positions: Positions, differences: Array, shift:
 
 @njit(nogil=True)
 def codes_add(base: Array, positions: Positions, differences: Array, wraps: bool, out: Array) -> int:
-    """``out[i] = held[positions[i]] + differences[i]``; ``held`` and ``out`` are int16 or int32, both the same.
+    """``out[i] = base[positions[i]] + differences[i]``; ``base`` and ``out`` are int16 or int32, both the same.
 
     Sums are modulo the dtype's range with ``wraps``. Returns -1, or the first row where one does not fit it; rows
     after it are not written.
@@ -107,9 +107,9 @@ def codes_add(base: Array, positions: Positions, differences: Array, wraps: bool
 
 
 def add_to_values(spec: ArraySpec, base: Array, positions: Positions, differences: Array, out: Array) -> int:
-    """Write coded rows of ``held`` (N, d), floats of the array's dtype, plus differences (n, d), to ``out`` (n, d).
+    """Write coded rows of ``base`` (N, d), floats of the array's dtype, plus differences (n, d), to ``out`` (n, d).
 
-    All are C-contiguous, and ``positions`` (n,) inside ``held``. Returns -1, or the first row whose codes leave their
+    All are C-contiguous, and ``positions`` (n,) inside ``base``. Returns -1, or the first row whose codes leave their
     range; what ``out`` holds from it on is undefined.
     """
     if isinstance(spec.encoding, Lattice):

@@ -211,7 +211,7 @@ class _Application:
         values = np.ascontiguousarray(values)
         if step.operation == "escape":
             status[...] = ESCAPED
-            if self._kind.holds == "codes":
+            if self._kind.kept_as == "codes":
                 return none, (ids.copy(), values.copy())
             serve(self._kind, values, rows, self._plan.table, 0, _INLINE)
             return none, (none, rows)
@@ -230,7 +230,7 @@ class _Application:
 
     def _set(self, values: Array, rows: Array, step: Step) -> None:
         kind = self._kind
-        if kind.holds == "codes":
+        if kind.kept_as == "codes":
             self._checked(int(row_kernels.put_block(rows, values, 0)), rows, step)
         elif kind.served == kind.table_dtype:
             decode_block(self._spec, values, rows)
@@ -279,7 +279,7 @@ class _Application:
     def _add_differences(self, source: Array, positions: RowIds, values: Array, rows: Array, step: Step) -> None:
         if not self._spec.is_additive:
             self._set(values, rows, step)
-        elif self._kind.holds == "codes":
+        elif self._kind.kept_as == "codes":
             self._checked(add_to_codes(self._spec, source, positions, values, rows), rows, step)
         else:
             self._checked(add_to_values(self._spec, source, positions, values, rows), rows, step)
@@ -287,7 +287,7 @@ class _Application:
     def _checked(self, bad: int, rows: Array, step: Step) -> None:
         if bad < 0:
             return
-        if self._kind.holds == "codes" and rows.dtype == np.int16 and self._spec.memory_dtype == np.int32:
+        if self._kind.kept_as == "codes" and rows.dtype == np.int16 and self._spec.memory_dtype == np.int32:
             raise CodesTooWide
         raise CorruptStore(
             f"codes of table {self._plan.table!r} leave their range in chunk {step.chunk} of segment "
@@ -327,7 +327,7 @@ def _apply_by_replay(
         _put_interval(overlay, kind, plan, one, np.flatnonzero(coded & one.touched))
     overlay.status[...] = np.where(is_known, states[0], ESCAPED)
     exact = np.hstack([one.exact for one in added])[escaped]
-    if kind.holds == "values":
+    if kind.kept_as == "values":
         exact_rows = np.empty((len(exact), kind.width), overlay.rows.dtype)
         serve(kind, exact, exact_rows, plan.table, 0, workers)
         overlay.rows[escaped] = exact_rows
@@ -367,7 +367,7 @@ def _put_interval(overlay: Overlay, kind: RowKind, plan: TablePlan, one: _Column
     """Write the columns of an interval of coded rows, in the form in which they are kept."""
     low, high = one.codes.columns
     spec, codes = one.codes.specs["codes"], one.codes.arrays["codes"][at]
-    if kind.holds == "codes":
+    if kind.kept_as == "codes":
         limits = np.iinfo(overlay.rows.dtype)
         if codes.size and not limits.min <= codes.min() <= codes.max() <= limits.max:
             raise CodesTooWide
@@ -394,7 +394,7 @@ def _codes_of(spec: ArraySpec, kind: RowKind, rows: Array, status: Array) -> Arr
     coded = np.ascontiguousarray(rows[status == CODED])
     if not spec.is_additive:
         return codes
-    if kind.holds == "codes":
+    if kind.kept_as == "codes":
         codes[status == CODED] = coded
     elif isinstance(spec.encoding, Lattice):
         codes[status == CODED] = np.rint(coded / spec.scale)

@@ -180,7 +180,7 @@ class _Differing:
         before = served.gather_stored(ids[low:high], base)
         after = np.zeros(high - low, np.uint8) if content.status is None else content.status[low:high]
         differs = (gather.as_words(base) != gather.as_words(content.rows[low:high])).any(axis=1)
-        if served.kind.holds == "codes":
+        if served.kind.kept_as == "codes":
             differs &= after == CODED
             differs |= after == ESCAPED  # few, and their floats are elsewhere
         else:

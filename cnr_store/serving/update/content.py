@@ -93,7 +93,7 @@ class ContentBuilder:
         if low == 0:
             self._begin(codes)
         is_whole = high - low == self.kind.dim
-        if self.kind.holds == "codes":
+        if self.kind.kept_as == "codes":
             self._put_codes(codes)
             total = codes.digest(self.workers) if with_digest else 0
             if not is_whole:
@@ -110,9 +110,9 @@ class ContentBuilder:
         kind = self.kind
         self._intervals = []
         self._out = self.place(codes.start, codes.stop)
-        if kind.holds == "values" and kind.served == kind.table_dtype:
+        if kind.kept_as == "values" and kind.served == kind.table_dtype:
             self._floats = self._out
-        elif kind.holds == "values" or codes.columns[1] < kind.dim:
+        elif kind.kept_as == "values" or codes.columns[1] < kind.dim:
             self._floats = np.empty((codes.num_rows, kind.dim), carrier(kind.table_dtype))
 
     def _put_codes(self, codes: TableCodes) -> None:
@@ -131,11 +131,11 @@ class ContentBuilder:
         if status is not None and not status.any():
             status = None
         escapes = EscapeRows()
-        if kind.holds == "values" and kind.served != kind.table_dtype:
+        if kind.kept_as == "values" and kind.served != kind.table_dtype:
             serve(kind, self._floats, self._out, self.plan.table, start, self.workers)
-        elif kind.holds == "codes" and len(self._intervals) == 1:
+        elif kind.kept_as == "codes" and len(self._intervals) == 1:
             escapes = self._intervals[0].escapes
-        elif kind.holds == "codes" and status is not None:
+        elif kind.kept_as == "codes" and status is not None:
             at = np.flatnonzero(status == ESCAPED).astype(np.int64)
             escapes = EscapeRows(at, {"codes": self._floats[at]})
         self.done(start, stop, Content(self._out, status, escapes))
@@ -198,7 +198,7 @@ def holds_codes_in_place(plan: TablePlan, kind: RowKind) -> bool:
     """Return whether a table can be replayed in the memory of its rows, without separate codes. Pure."""
     if len(by_columns(plan)) > 1:
         return False
-    if kind.holds == "codes":
+    if kind.kept_as == "codes":
         return True
     spec = array_specs(plan.schema)["codes"]
     return kind.served == kind.table_dtype and spec.memory_dtype.itemsize == kind.dtype.itemsize
@@ -241,7 +241,7 @@ def escapes_after(served: ServedTable, overlay: Overlay, exact: Sequence[tuple[R
 
     Without rows if values are kept.
     """
-    if served.kind.holds != "codes":
+    if served.kind.kept_as != "codes":
         return EscapeRows()
     before = served.escapes
     escapes = EscapeRows(before.rows, dict(before.values))

@@ -137,9 +137,9 @@ def _content(engine: Replay, plan: TablePlan, step: Step, kind: RowKind, dtype: 
     values = np.ascontiguousarray(engine.values(step, plan, spec)[at])
     rows = np.zeros((len(at), kind.width), dtype)
     status = np.full(len(at), _STATUS[step.operation], np.uint8)
-    if kind.holds == "codes" and step.operation == "escape":
+    if kind.kept_as == "codes" and step.operation == "escape":
         return Content(rows, status, EscapeRows(np.arange(len(at), dtype=np.int64), {"codes": values}))
-    if kind.holds == "codes":
+    if kind.kept_as == "codes":
         if row_kernels.put_block(rows, values, 0) >= 0:
             raise CodesTooWide
         return Content(rows, None, EscapeRows())

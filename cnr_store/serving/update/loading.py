@@ -116,7 +116,7 @@ def _load_range(
 
 
 def _is_decoded_once(plan: TablePlan, kind: RowKind) -> bool:
-    return kind.holds == "values" and kind.served == kind.table_dtype and len(plan.stored) == 1 and is_direct(plan)
+    return kind.kept_as == "values" and kind.served == kind.table_dtype and len(plan.stored) == 1 and is_direct(plan)
 
 
 def _load_keyed(

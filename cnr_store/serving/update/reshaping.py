@@ -46,7 +46,7 @@ def reshaped(
     CodesTooWide
         Codes are kept as int16 and do not fit.
     """
-    shift_change = schema.shift - served.schema.shift if kind.holds == "codes" else 0
+    shift_change = schema.shift - served.schema.shift if kind.kept_as == "codes" else 0
     assert shift_change >= 0, "codes are not made coarser: half of them would be lost"
     dtype = np.dtype(np.int32) if wide else kind.dtype
     if served.base.is_keyed:

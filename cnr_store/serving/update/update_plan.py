@@ -75,22 +75,22 @@ def open_plan(
     return OpenedPlan(new[count - 1], tuple(old[count:]), tuple(new[count:]))
 
 
-def is_directly_behind(held: LogEntry, target: LogEntry) -> bool:
-    """Return whether ``target`` is the log's next record after ``held``; torn positions between them do not count."""
-    return held.record.store_uuid == target.record.store_uuid and parent_of(target.record) == (
-        held.record.v,
-        held.digest,
+def follows_directly(present: LogEntry, target: LogEntry) -> bool:
+    """Return whether ``target`` is the next record after ``present`` in its log, torn positions left out."""
+    return present.record.store_uuid == target.record.store_uuid and parent_of(target.record) == (
+        present.record.v,
+        present.digest,
     )
 
 
-def plan_update(held: LogEntry, target: LogEntry) -> UpdatePlan:
-    """Return how the state of ``held`` becomes that of ``target``: any two records of one store and its branches.
+def plan_update(present: LogEntry, target: LogEntry) -> UpdatePlan:
+    """Return how the state of ``present`` becomes that of ``target``: any two records of one store and its branches.
 
     A record that leaves the training state alone (compaction, a tag, an expiry) is `Same` even where it has another
     chain, but only for a consumer that comes from the record directly before it.
     """
-    before, after = held.record.chain, target.record.chain
-    if _names(before) == _names(after) or (is_directly_behind(held, target) and leaves_state(target.record)):
+    before, after = present.record.chain, target.record.chain
+    if _names(before) == _names(after) or (follows_directly(present, target) and leaves_state(target.record)):
         return Same()
     count = _common(before, after)
     if count == 0:
@@ -112,8 +112,8 @@ def plan_path(entries: Sequence[LogEntry]) -> UpdatePlan:
     """
     known = 0  # The last record that is known to have the present state.
     deltas: list[ChainEntry] = []
-    for index, (held, target) in enumerate(pairwise(entries), start=1):
-        plan = plan_update(held, target)
+    for index, (present, target) in enumerate(pairwise(entries), start=1):
+        plan = plan_update(present, target)
         if isinstance(plan, Apply):
             deltas.extend(plan.new)
         elif not isinstance(plan, Same):

@@ -27,7 +27,7 @@ from cnr_store.serving.rows import gather
 from cnr_store.serving.rows.key_index import KeyIndex
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
 from cnr_store.serving.rows.merging import merge_into, merge_target
-from cnr_store.serving.rows.served_table import BaseTable, Holds, Overlay, RowKind, Served, ServedTable, row_kind
+from cnr_store.serving.rows.served_table import BaseTable, KeptAs, Overlay, RowKind, Served, ServedTable, row_kind
 from cnr_store.serving.rows.shards import Shard, is_keyed, rows_in_shard
 from cnr_store.serving.update.applying import apply_segment, check_base
 from cnr_store.serving.update.comparing import (
@@ -57,7 +57,7 @@ class ServeAs:
 
     Attributes
     ----------
-    served, holds
+    served, kept_as
         See `served_table.row_kind`.
     shard
         Which rows; None means all.
@@ -66,12 +66,12 @@ class ServeAs:
     """
 
     served: Served | None = None
-    holds: Literal["auto"] | Holds = "auto"
+    kept_as: Literal["auto"] | KeptAs = "auto"
     shard: Shard | None = None
     is_named: bool = False
 
 
-Hold = Callable[[str, TableSchema], ServeAs | None]
+ServeTable = Callable[[str, TableSchema], ServeAs | None]
 """Returns how a version's table is served; None: not at all."""
 
 TableChange = Overlay | BaseTable | None
@@ -108,7 +108,7 @@ def update_tables(
     snapshot: Snapshot,
     plan: UpdatePlan,
     tables: Mapping[str, ServedTable],
-    hold: Hold,
+    serve_as: ServeTable,
     recorded: Mapping[str, int | None] | None = None,
     *,
     memory: Memory = ANONYMOUS,
@@ -150,20 +150,20 @@ def update_tables(
         rows = bytes_read = 0
         for name in sorted({*tables, *snapshot.tables}):
             schema = snapshot.tables.get(name)
-            holding = None if schema is None else hold(name, schema)
-            if schema is None or holding is None:
+            options = None if schema is None else serve_as(name, schema)
+            if schema is None or options is None:
                 if name in tables:
                     result.changes[name] = None
                 continue
             result.recorded[name] = whole_digest(snapshot.manifests[-1], name)
-            found = updater.update(name, schema, holding, tables.get(name))
+            found = updater.update(name, schema, options, tables.get(name))
             bytes_read += updater.bytes
             if found is None:
                 continue
             result.changes[name] = found.change
             rows += found.change.num_rows if isinstance(found.change, BaseTable) else len(found.change)
-            kind = row_kind(schema, holding.served, holding.holds)
-            if kind.holds == "codes":
+            kind = row_kind(schema, options.served, options.kept_as)
+            if kind.kept_as == "codes":
                 check_escapes(kind, found.escapes, name)
                 result.escapes[name] = found.escapes
         return replace(result, rows=rows, bytes=bytes_read)
@@ -196,20 +196,20 @@ class _Updater:
         self._is_reread = isinstance(plan, Reread)
         self._plan = self._opened(plan)
 
-    def update(self, name: str, schema: TableSchema, holding: ServeAs, served: ServedTable | None) -> Difference | None:
+    def update(self, name: str, schema: TableSchema, options: ServeAs, served: ServedTable | None) -> Difference | None:
         """Return the changes of a table, None if there are none."""
         self.bytes = 0
-        if not holding.is_named and (served is None or served.schema.num_rows < schema.num_rows):
+        if not options.is_named and (served is None or served.schema.num_rows < schema.num_rows):
             self._snapshot.table(name).check_stored("name the table in tables=")
-        kind = row_kind(schema, holding.served, holding.holds)
-        if served is None or _is_served_otherwise(served, schema, kind, holding.shard):
-            return self._load(name, kind, holding.shard)
+        kind = row_kind(schema, options.served, options.kept_as)
+        if served is None or _is_served_otherwise(served, schema, kind, options.shard):
+            return self._load(name, kind, options.shard)
         if self._plan is not None and self._is_one_life(self._plan, served, schema):
             try:
                 with self._memory.attempt():
                     if self._is_reread:
                         return self._reread(self._plan, served, schema, kind)
-                    return self._apply(self._plan.new, served, schema, holding)
+                    return self._apply(self._plan.new, served, schema, options)
             except (CodesTooWide, _GoneSegment):
                 pass
         return self._compare(served, schema, kind)
@@ -229,7 +229,7 @@ class _Updater:
 
         The last scale must not be coarser: codes of a halved scale have no codes of the scale before.
         """
-        if served.kind.holds == "codes" and schema.shift < served.schema.shift:
+        if served.kind.kept_as == "codes" and schema.shift < served.schema.shift:
             return False
         readers = [*plan.old, *plan.new, *([plan.common] if self._is_reread else [])]
         tables = [reader.manifest.tables.get(served.name) for reader in readers]
@@ -260,7 +260,7 @@ class _Updater:
         return build.difference(schema)
 
     def _apply(
-        self, segments: Sequence[SegmentReader], served: ServedTable, schema: TableSchema, holding: ServeAs
+        self, segments: Sequence[SegmentReader], served: ServedTable, schema: TableSchema, options: ServeAs
     ) -> Difference | None:
         name = served.name
         build = _TableBuild(served, self._workers, self._memory)
@@ -268,7 +268,7 @@ class _Updater:
         unknown: RowIds = np.empty(0, np.int64)
         for reader in segments:
             there = reader.manifest.tables[name]
-            build.take_schema(there, row_kind(there, holding.served, holding.holds))
+            build.take_schema(there, row_kind(there, options.served, options.kept_as))
             try:
                 check_base(reader.manifest.parts_of.get(name, ()), name, recorded, reader.name)
                 unknown = np.union1d(unknown, build.apply(reader, is_only=len(segments) == 1))
@@ -278,7 +278,7 @@ class _Updater:
                 raise _GoneSegment from error  # compacted on the way, and the version does without it
             recorded = whole_digest(reader.manifest, name)
             self._count([reader], name)
-        build.take_schema(schema, row_kind(schema, holding.served, holding.holds))
+        build.take_schema(schema, row_kind(schema, options.served, options.kept_as))
         self._read_again(build, unknown)
         return build.difference(schema)
 
@@ -443,8 +443,8 @@ class _MergedOverlay:
 
 def _is_served_otherwise(served: ServedTable, schema: TableSchema, kind: RowKind, shard: Shard | None) -> bool:
     base, before = served.base, served.kind
-    return (base.shard, base.is_keyed, before.holds, before.served) != (
-        shard, is_keyed(shard, schema), kind.holds, kind.served,
+    return (base.shard, base.is_keyed, before.kept_as, before.served) != (
+        shard, is_keyed(shard, schema), kind.kept_as, kind.served,
     )  # fmt: skip
 
 

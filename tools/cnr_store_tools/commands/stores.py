@@ -56,13 +56,13 @@ def log(
 
 
 def _note(item: Document) -> str:
-    """Return the names that a record gives and that its version has now, and what the save said of itself."""
+    """Return the names that a record gives and that its version has now, and the message and metrics of its save."""
     about = " -> ".join(str(item[key]) for key in ("name", "target") if item[key] is not None)
     names = [about] * bool(about) + item["tags"] + item["channels"]
-    return ", ".join([*names, *_said(item["user"])])
+    return ", ".join([*names, *_notes_of(item["user"])])
 
 
-def _said(user: Mapping[str, Any]) -> list[str]:
+def _notes_of(user: Mapping[str, Any]) -> list[str]:
     """Return the message and the metrics of a save."""
     message, metrics = user.get("message"), user.get("metrics")
     found = [message] if isinstance(message, str) else []
@@ -176,8 +176,8 @@ def _version_parts(document: Document) -> Iterator[Part]:
         f"{place_text(document)}  version {document['version']} ({document['kind']}), step {document['step']}, "
         f"{time_text(document['time_ms'])}, format {document['format']}"
     )
-    if said := _said(document["user"]):
-        yield f"saved with: {', '.join(said)}"
+    if notes := _notes_of(document["user"]):
+        yield f"saved with: {', '.join(notes)}"
     if isinstance(document["user"].get("git"), str):
         yield f"git commit: {document['user']['git']}"
     for kind in ("tags", "channels"):

@@ -48,7 +48,7 @@ def bar_chart(
     Parameters
     ----------
     label
-        What the chart shows, for those who cannot see it.
+        What the chart shows, for screen readers.
     unit
         Turns a value into the text of the vertical axis.
     ends

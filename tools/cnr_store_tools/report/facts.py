@@ -1,4 +1,4 @@
-"""What a report of a store says, read through the public API: its records, its newest tables, its problems."""
+"""The content of a report of a store, read through the public API: its records, its newest tables, its problems."""
 
 from __future__ import annotations
 

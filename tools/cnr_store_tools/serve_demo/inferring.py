@@ -83,7 +83,7 @@ def play(task: Mapping[str, Any], channel: Channel) -> None:
         Store.open(task["store"]) as store,
         Loader(
             store, shared=shared,
-            options=LoaderOptions(holds="codes" if shared else "values", poll_interval_s=interval_s),
+            options=LoaderOptions(kept_as="codes" if shared else "values", poll_interval_s=interval_s),
         ) as loader,
         nullcontext() if shared is None else AttachedTables(shared) as attached,
     ):  # fmt: skip
