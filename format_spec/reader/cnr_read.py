@@ -397,9 +397,9 @@ class Table:  # columns [low, high) of one; arrays: name -> (encoding, dtype, on
 def unpack(chunk, count, dtype, is_gaps):  # [4.2]: planes of digits, the top one first
     values, start = np.zeros(count, dtype), 0
     for base in (int(byte) or 256 for byte in chunk[-8:] if byte != 1):
-        stop = start - (-count // int(math.log(256, base) + 1e-9))  # so many digits are in a byte
+        stop = start - (-count // (each := int(math.log(256, base) + 1e-9)))  # so many digits are in a byte
         need(stop <= len(chunk) - 8, "corrupt_object", "digits that have no room")
-        digits = (chunk[start:stop] // base ** np.arange(8)[:, None] % base).reshape(-1)[:count] - base // 2
+        digits = (chunk[start:stop] // base ** np.arange(each)[:, None] % base).reshape(-1)[:count] - base // 2
         values, start = values * dtype.type(base) + digits.astype(dtype), stop
     return np.cumsum(values, dtype=dtype) if is_gaps else values
 

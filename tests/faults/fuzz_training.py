@@ -9,11 +9,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from cnr_store import TableOptions
-from cnr_store.training import CheckpointManager, TrackingOptions, load
+from cnr_store.training import load
 from tests.faults.fuzz_doors import Visit, Wrong
 from tests.faults.fuzz_stores import Sample, held_by, opened, read_all, same_names
-from tests.training.runs import Training
+from tests.training.runs import Training, manager_of
 
 SAVES = 4
 
@@ -31,24 +30,12 @@ class Reader:
         self.loaded = state  # anything
 
 
-def manager_of(root: Path, training: Training, reader: Reader) -> CheckpointManager:
-    return CheckpointManager(
-        str(root),
-        model=training.model,
-        optimizer=training.optimizers,
-        reader=reader,
-        options=TableOptions.exact(),
-        extras={"more": Reader()},
-        tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
-    )
-
-
 def trained(folder: Path, kind: str) -> Sample:
     """A training that saved some times."""
     root = folder / kind
     training, reader = Training(kind), Reader()
     with same_names(3):
-        manager = manager_of(root, training, reader)
+        manager = manager_of(root, training, reader=reader, extras={"more": Reader()})
         manager.restore()
         for number in range(SAVES):
             training.train(number)
@@ -82,7 +69,7 @@ class TrainingVisit(Visit):
         training, reader = Training(self.case.sample.name), Reader()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            manager = manager_of(root, training, reader)
+            manager = manager_of(root, training, reader=reader, extras={"more": Reader()})
             try:
                 if manager.restore(**options) is not None:
                     training.train(17)

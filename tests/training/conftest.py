@@ -14,3 +14,5 @@ def backend() -> Iterator[Backend]:
     made = Backend()
     yield made
     made.gate.set()
+    for manager in made.managers:
+        manager.close()

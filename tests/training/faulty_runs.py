@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from fsspec.exceptions import FSTimeoutError
 
-from cnr_store import Store, TableOptions
+from cnr_store import Store
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.training import CheckpointManager
 from tests.support.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem
-from tests.training.runs import Training, grouped
+from tests.training.runs import Training, manager_of
 
 
 class Backend(FaultyFileSystem):
@@ -26,6 +26,7 @@ class Backend(FaultyFileSystem):
         self.gate = threading.Event()
         self.gate.set()
         self.is_held = threading.Event()
+        self.managers: list[CheckpointManager] = []
 
     def _meet(self, call: Call) -> None:
         if call.operation in ("write", "create"):
@@ -46,9 +47,12 @@ def create(backend: Backend) -> Store:
     return Store.create_on(storage_from_filesystem(backend, "/root"), threads=2, retry=retry)
 
 
-def manager_of(store: Store, training: Training, **options: Any) -> CheckpointManager:
-    chosen = {"options": TableOptions.exact(), "assume": {"RowWiseAdagrad": "touched"}, **options}
-    return CheckpointManager(store, model=training.model, optimizer=training.optimizers, **grouped(**chosen))
+def begun(backend: Backend, **options: Any) -> tuple[Store, Training, CheckpointManager]:
+    """A training with a manager that the backend's fixture closes."""
+    store, training = create(backend), Training()
+    manager = manager_of(store, training, **options)
+    backend.managers.append(manager)
+    return store, training, manager
 
 
 def assert_stored(store: Store, training: Training) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from cnr_store.training import PrecisionPolicy, SavePolicy, StoreOptions, TrackingOptions
+from cnr_store import Store, TableOptions
+from cnr_store.training import CheckpointManager, PrecisionPolicy, SavePolicy, StoreOptions, TrackingOptions
 from cnr_store_tools.demo.adagrad import RowWiseAdagrad
 
 ROWS, DIM, BATCH = 300, 4, 24
@@ -97,6 +99,22 @@ def grouped(**given: Any) -> dict[str, Any]:
         if own:
             given[name] = record(**own)
     return given
+
+
+def manager_of(store: str | Path | Store, training: Training, **options: Any) -> CheckpointManager:
+    """A manager of a training, whose tables are exact unless ``options`` say otherwise."""
+    chosen = {"options": TableOptions.exact(), "assume": {"RowWiseAdagrad": "touched"}, **options}
+    place = store if isinstance(store, Store) else str(store)
+    return CheckpointManager(place, model=training.model, optimizer=training.optimizers, **grouped(**chosen))
+
+
+def go_on(training: Training, manager: CheckpointManager, start: int, stop: int, *, saves: bool = False) -> None:
+    """Train the batches [start, stop), each followed by the manager's step, and by a save where ``saves`` says so."""
+    for number in range(start, stop):
+        training.train(number)
+        manager.step()
+        if saves:
+            manager.save()
 
 
 def uninterrupted(kind: str, steps: int, **options: Any) -> dict[str, Any]:

@@ -10,13 +10,14 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fsspec.exceptions import FSTimeoutError
 
-from cnr_store import BackgroundSaveFailed, Conflict, RetentionPolicy, Store, TableOptions, collect_garbage
+from cnr_store import BackgroundSaveFailed, Conflict, RetentionPolicy, Store, collect_garbage
 from cnr_store.errors import CommitStateUnknown, Fenced, VersionExpired
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.log.commit_log import RetryPolicy
@@ -26,35 +27,22 @@ from cnr_store.store.internals import StoreInternals
 from cnr_store.training import CheckpointManager
 from tests.support.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem
 from tests.support.ranks import ThreadRank, thread_ranks
-from tests.training.runs import Training, assert_same, grouped, uninterrupted
+from tests.training import runs
+from tests.training.runs import Training, assert_same, manager_of, uninterrupted
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KIND = "rowwise_adagrad"
 PROCESS = f"host {socket.gethostname()}, process {os.getpid()}, at 20"
 
 
-def manager_of(training: Training, url: str | Store, **options: Any) -> CheckpointManager:
-    return CheckpointManager(
-        url,
-        model=training.model,
-        optimizer=training.optimizers,
-        options=TableOptions.exact(),
-        **grouped(assume={"RowWiseAdagrad": "touched"}, **options),
-    )
-
-
-def go_on(training: Training, manager: CheckpointManager, start: int, stop: int) -> None:
-    for number in range(start, stop):
-        training.train(number)
-        manager.step()
-        manager.save()
+go_on = partial(runs.go_on, saves=True)
 
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     """A store with checkpoints of steps 1 to 3."""
     training = Training(KIND)
-    with manager_of(training, str(tmp_path / "store")) as manager:
+    with manager_of(str(tmp_path / "store"), training) as manager:
         go_on(training, manager, 0, 3)
     return str(tmp_path / "store")
 
@@ -97,7 +85,7 @@ def test_a_process_that_evaluates_beside_a_training_fences_it_not(url: str, tmp_
         assert trainer.poll() is None, "the training ended by itself"
         time.sleep(0.01)
     training = Training(KIND)
-    with manager_of(training, url) as manager:
+    with manager_of(url, training) as manager:
         restored = manager.restore()
         assert restored is not None
         assert restored.step == 6
@@ -116,7 +104,7 @@ def test_a_process_that_evaluates_beside_a_training_fences_it_not(url: str, tmp_
 def test_a_restore_writes_nothing_into_the_store(url: str, wanted: dict[str, Any]) -> None:
     before = files_of(url)
 
-    with manager_of(Training(KIND), url) as manager:
+    with manager_of(url, Training(KIND)) as manager:
         assert manager.restore(**wanted) is not None
 
     assert files_of(url) == before
@@ -126,7 +114,7 @@ def test_a_restore_of_an_empty_store_writes_nothing(tmp_path: Path) -> None:
     Store.create(str(tmp_path / "store")).close()
     before = files_of(str(tmp_path / "store"))
 
-    with manager_of(Training(KIND), str(tmp_path / "store")) as manager:
+    with manager_of(str(tmp_path / "store"), Training(KIND)) as manager:
         assert manager.restore() is None
 
     assert files_of(str(tmp_path / "store")) == before
@@ -135,7 +123,7 @@ def test_a_restore_of_an_empty_store_writes_nothing(tmp_path: Path) -> None:
 def test_a_training_is_fenced_by_the_first_step_behind_a_restore(url: str) -> None:
     """And it is told by whom; it was told that the next save would have its rows, which never came."""
     first, second = Training(KIND), Training(KIND)
-    with manager_of(first, url) as fenced, manager_of(second, url) as manager:
+    with manager_of(url, first) as fenced, manager_of(url, second) as manager:
         fenced.restore()
         go_on(first, fenced, 3, 4)
         manager.restore()
@@ -163,7 +151,7 @@ def test_a_training_is_fenced_by_the_first_step_behind_a_restore(url: str) -> No
 
 def test_of_two_that_restored_one_state_the_second_is_told_of_the_first(url: str) -> None:
     first, second = Training(KIND), Training(KIND)
-    with manager_of(first, url) as winner, manager_of(second, url) as loser:
+    with manager_of(url, first) as winner, manager_of(url, second) as loser:
         winner.restore()
         loser.restore()
         go_on(first, winner, 3, 4)
@@ -187,7 +175,7 @@ def test_of_two_that_restored_one_state_the_second_is_told_of_the_first(url: str
 def test_a_commit_behind_a_restore_is_not_mixed_with_what_was_restored(url: str) -> None:
     """Without a look at the head the next save would be a delta of step 3 on the tables of step 7."""
     first, second = Training(KIND), Training(KIND)
-    with manager_of(first, url) as trainer, manager_of(second, url) as manager:
+    with manager_of(url, first) as trainer, manager_of(url, second) as manager:
         trainer.restore()
         go_on(first, trainer, 3, 4)
         manager.restore()
@@ -200,14 +188,14 @@ def test_a_commit_behind_a_restore_is_not_mixed_with_what_was_restored(url: str)
         go_on(first, trainer, 7, 8)
         state = first.state()
     again = Training(KIND)
-    with manager_of(again, url) as manager:
+    with manager_of(url, again) as manager:
         manager.restore()
     assert_same(again.state(), state)
 
 
 def test_maintenance_behind_a_restore_is_no_conflict(url: str) -> None:
     training = Training(KIND)
-    with Store.open(url) as store, manager_of(training, url) as manager:
+    with Store.open(url) as store, manager_of(url, training) as manager:
         manager.restore()
         store.tag("kept", store.latest_version())
         compact_run(store, force=True)
@@ -215,7 +203,7 @@ def test_maintenance_behind_a_restore_is_no_conflict(url: str) -> None:
         kinds = [record.kind for record in store.log(limit=5)]
     assert kinds == ["delta", "delta", "fence", "compact", "tag"]
     again = Training(KIND)
-    with manager_of(again, url) as manager:
+    with manager_of(url, again) as manager:
         manager.restore()
     assert_same(again.state(), uninterrupted(KIND, 5))
 
@@ -223,7 +211,7 @@ def test_maintenance_behind_a_restore_is_no_conflict(url: str) -> None:
 def test_a_training_whose_store_was_rolled_back_stops(url: str) -> None:
     """It met the rollback before the fence, took that for its own to follow, and fenced the one who went back."""
     first, second = Training(KIND), Training(KIND)
-    with manager_of(first, url) as fenced, manager_of(second, url) as manager:
+    with manager_of(url, first) as fenced, manager_of(url, second) as manager:
         fenced.restore()
         go_on(first, fenced, 3, 4)
         manager.restore(step=2)
@@ -242,7 +230,7 @@ def test_a_training_whose_store_was_rolled_back_stops(url: str) -> None:
 
 def test_a_version_that_expired_behind_its_restore_is_not_gone_on_from(url: str) -> None:
     training = Training(KIND)
-    with Store.open(url) as store, manager_of(training, url) as manager:
+    with Store.open(url) as store, manager_of(url, training) as manager:
         manager.restore(step=1)
         collect_garbage(store, policy=RetentionPolicy(keep_last=1), dry_run=False)
         training.train(1)
@@ -282,10 +270,10 @@ def test_a_fence_whose_outcome_is_unknown_is_found_out(has_landed: bool, is_roll
     Store.create_on(storage_from_filesystem(backend, "/root"), threads=1, retry=retry).close()
     store = Store.open_on(storage_from_filesystem(backend, "/root"), threads=1, retry=retry)
     training = Training(KIND)
-    with manager_of(training, store) as manager:
+    with manager_of(store, training) as manager:
         go_on(training, manager, 0, 3)
     training = Training(KIND)
-    with manager_of(training, store) as manager:
+    with manager_of(store, training) as manager:
         restored = manager.restore(step=2 if is_rollback else 3)
         assert restored is not None
         training.train(restored.step)
@@ -309,10 +297,10 @@ def test_a_tag_of_unknown_outcome_is_not_taken_for_the_fence(monkeypatch: pytest
     retry = RetryPolicy(deadline_s=0.05)
     store = Store.create_on(storage_from_filesystem(backend, "/root"), threads=1, retry=retry)
     training = Training(KIND)
-    with manager_of(training, store) as manager:
+    with manager_of(store, training) as manager:
         go_on(training, manager, 0, 3)
     training = Training(KIND)
-    with manager_of(training, store) as manager:
+    with manager_of(store, training) as manager:
         manager.restore()
         training.train(3)
         head = store.latest_version()
@@ -348,7 +336,7 @@ def test_all_ranks_go_on_or_are_told_who_did() -> None:
         def one(rank: ThreadRank) -> Any:
             training = Training(KIND)
             store = Store.open_on(storage_from_filesystem(files, "/root"), threads=1)
-            with store, manager_of(training, store, ranks=rank, rng=False) as manager:
+            with store, manager_of(store, training, ranks=rank, rng=False) as manager:
                 return act(training, manager)
 
         with ThreadPoolExecutor(2) as pool:

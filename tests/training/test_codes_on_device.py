@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from cnr_store.training.save_staging import rows_as_codes
 from cnr_store.training.shards import whole_shard
 from cnr_store.training.tensors import leaf_of, tensor_of
 from tests.support.faulty import IsolatedMemoryFileSystem
-from tests.training.runs import Training, grouped
+from tests.training import runs
+from tests.training.runs import Training
 
 LATTICE = TableOptions(encoding="lattice", scale=2.0**-12)
 
@@ -41,9 +43,7 @@ def memory_store() -> Store:
     return Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=2)
 
 
-def manager_of(store: Store, training: Training, **options: Any) -> CheckpointManager:
-    chosen = {"options": LATTICE, "assume": {"RowWiseAdagrad": "touched"}, "rng": False, **options}
-    return CheckpointManager(store, model=training.model, optimizer=training.optimizers, **grouped(**chosen))
+manager_of = partial(runs.manager_of, options=LATTICE, rng=False)
 
 
 def newest(store: Store) -> dict[str, Any]:

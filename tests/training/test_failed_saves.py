@@ -18,14 +18,13 @@ from cnr_store.errors import CommitStateUnknown, Fenced, NonFiniteValues
 from cnr_store_gpu import StagingBuffers
 from cnr_store_gpu.transfer import HostTransfer
 from tests.support.faulty import Call
-from tests.training.faulty_runs import Backend, assert_stored, create, manager_of
-from tests.training.runs import Training
+from tests.training.faulty_runs import Backend, assert_stored, begun, create
+from tests.training.runs import Training, manager_of
 
 
 @pytest.mark.parametrize("policy", ["baseline", "consecutive", "one_shot", "intermittent"])
 def test_rows_of_a_failed_save_are_in_the_next_one(policy: Any, backend: Backend) -> None:
-    store, training = create(backend), Training()
-    manager = manager_of(store, training, policy=policy)
+    store, training, manager = begun(backend, policy=policy)
     training.train(0)
     manager.save()
     training.train(1)
@@ -41,12 +40,10 @@ def test_rows_of_a_failed_save_are_in_the_next_one(policy: Any, backend: Backend
     assert report is not None
     assert report.kind == ("baseline" if policy == "baseline" else "delta")
     assert_stored(store, training)
-    manager.close()
 
 
 def test_a_first_full_that_failed_is_tried_again(backend: Backend) -> None:
-    store, training = create(backend), Training()
-    manager = manager_of(store, training)
+    store, training, manager = begun(backend)
     training.train(0)
     backend.fails = True
     with pytest.raises(StorageFailure):  # opening the writer, before anything runs in the background
@@ -57,12 +54,10 @@ def test_a_first_full_that_failed_is_tried_again(backend: Backend) -> None:
     manager.save()
 
     assert_stored(store, training)
-    manager.close()
 
 
 def test_training_that_is_only_warned_goes_on_and_loses_nothing(backend: Backend) -> None:
-    store, training = create(backend), Training()
-    manager = manager_of(store, training, every_steps=1, on_error="warn")
+    store, training, manager = begun(backend, every_steps=1, on_error="warn")
     training.train(0)
     manager.step()
     backend.fails = True
@@ -80,12 +75,10 @@ def test_training_that_is_only_warned_goes_on_and_loses_nothing(backend: Backend
     manager.save()
 
     assert_stored(store, training)
-    manager.close()
 
 
 def test_an_error_in_the_background_stops_the_next_step_once(backend: Backend) -> None:
-    training = Training()
-    manager = manager_of(create(backend), training, every_steps=1)
+    _, training, manager = begun(backend, every_steps=1)
     training.train(0)
     manager.step()
     backend.fails = True
@@ -104,8 +97,7 @@ def test_an_error_in_the_background_stops_the_next_step_once(backend: Backend) -
 
 
 def test_close_tells_of_the_last_error(backend: Backend) -> None:
-    training = Training()
-    manager = manager_of(create(backend), training)
+    _, training, manager = begun(backend)
     manager.save()
     backend.fails = True
     training.train(0)
@@ -113,8 +105,6 @@ def test_close_tells_of_the_last_error(backend: Backend) -> None:
 
     with pytest.raises(BackgroundSaveFailed):
         manager.close()
-
-    manager.close()
 
 
 def test_an_error_of_the_training_is_not_hidden_by_a_failed_save(backend: Backend) -> None:
@@ -134,8 +124,7 @@ def test_an_error_of_the_training_is_not_hidden_by_a_failed_save(backend: Backen
 
 @pytest.mark.parametrize("policy", ["consecutive", "one_shot", "baseline"])
 def test_an_unknown_outcome_that_won_is_found_out_before_the_next_save(policy: Any, backend: Backend) -> None:
-    store, training = create(backend), Training()
-    manager = manager_of(store, training, policy=policy)
+    store, training, manager = begun(backend, policy=policy)
     training.train(0)
     manager.save()
     training.train(1)
@@ -153,12 +142,10 @@ def test_an_unknown_outcome_that_won_is_found_out_before_the_next_save(policy: A
     assert len(manager.history) == 3
     assert [report.version for report in manager.history] == [2, 3, 4]
     assert_stored(store, training)
-    manager.close()
 
 
 def test_an_unknown_outcome_that_lost_is_saved_again(backend: Backend) -> None:
-    store, training = create(backend), Training()
-    manager = manager_of(store, training)
+    store, training, manager = begun(backend)
     training.train(0)
     manager.save()
     training.train(1)
@@ -180,12 +167,10 @@ def test_an_unknown_outcome_that_lost_is_saved_again(backend: Backend) -> None:
 
     assert lost
     assert_stored(store, training)
-    manager.close()
 
 
 def test_close_finds_out_what_became_of_an_unknown_outcome(backend: Backend) -> None:
-    store, training = create(backend), Training()
-    manager = manager_of(store, training)
+    store, training, manager = begun(backend)
     manager.save()
     training.train(0)
     backend.loses_commits = True
@@ -200,8 +185,7 @@ def test_close_finds_out_what_became_of_an_unknown_outcome(backend: Backend) -> 
 
 
 def test_a_fenced_training_stops_saving(backend: Backend) -> None:
-    store, training = create(backend), Training()
-    manager = manager_of(store, training)
+    store, training, manager = begun(backend)
     manager.save()
     store.writer()
     training.train(0)
@@ -212,13 +196,10 @@ def test_a_fenced_training_stops_saving(backend: Backend) -> None:
     with pytest.raises(Fenced):
         manager.save()
 
-    manager.close()
-
 
 def test_a_fenced_training_saves_again_behind_a_restore_of_an_empty_store(backend: Backend) -> None:
     """Only a restore that found a checkpoint ended the fence; behind one of an empty store no save was possible."""
-    store, training = create(backend), Training()
-    manager = manager_of(store, training)
+    store, training, manager = begun(backend)
     manager.restore()
     manager.step()
     store.writer()
@@ -231,12 +212,10 @@ def test_a_fenced_training_saves_again_behind_a_restore_of_an_empty_store(backen
     manager.save()
 
     assert_stored(store, training)
-    manager.close()
 
 
 def test_a_head_moved_by_somebody_else_is_followed_by_a_full(backend: Backend) -> None:
-    store, training = create(backend), Training()
-    manager = manager_of(store, training)
+    store, training, manager = begun(backend)
     manager.save()
     training.train(0)
     manager.save()
@@ -250,12 +229,10 @@ def test_a_head_moved_by_somebody_else_is_followed_by_a_full(backend: Backend) -
     assert report is not None
     assert report.kind == "baseline"
     assert_stored(store, training)
-    manager.close()
 
 
 def test_rows_that_cannot_be_stored_stay_dirty_until_they_can(backend: Backend) -> None:
-    store, training = create(backend), Training()
-    manager = manager_of(store, training)
+    store, training, manager = begun(backend)
     manager.save()
     with torch.no_grad():
         training.model.user.weight[7] = torch.nan
@@ -271,13 +248,11 @@ def test_rows_that_cannot_be_stored_stay_dirty_until_they_can(backend: Backend) 
     manager.save()
 
     assert_stored(store, training)
-    manager.close()
 
 
 def test_an_interrupted_first_full_is_no_torn_one(backend: Backend) -> None:
     """Ctrl-C left save() while the background was still reading the live tables."""
-    store, training = create(backend), Training()
-    manager = manager_of(store, training)
+    store, training, manager = begun(backend)
     training.train(0)
     manager.restore()
     manager.step()  # takes the store over
@@ -308,15 +283,13 @@ def test_an_interrupted_first_full_is_no_torn_one(backend: Backend) -> None:
         np.testing.assert_array_equal(store.snapshot().table(name).read(), weight.cpu().numpy())
     manager.save()
     assert_stored(store, training)
-    manager.close()
 
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_a_thread_that_does_not_start_takes_no_rows_along(
     on_error: Any, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, training = create(backend), Training()
-    manager = manager_of(store, training, every_steps=1, on_error=on_error)
+    store, training, manager = begun(backend, every_steps=1, on_error=on_error)
     manager.save()
 
     def refuse(_: threading.Thread) -> None:
@@ -340,7 +313,6 @@ def test_a_thread_that_does_not_start_takes_no_rows_along(
     assert report is not None
     assert report.kind == "delta"
     assert_stored(store, training)
-    manager.close()
 
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
@@ -348,8 +320,7 @@ def test_a_staging_thread_that_does_not_start_fails_one_save(
     on_error: Any, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found by review: on an accelerator the bare RuntimeError ended the training, whatever ``on_error`` said."""
-    store, training = create(backend), Training()
-    manager = manager_of(store, training, every_steps=1, on_error=on_error)
+    store, training, manager = begun(backend, every_steps=1, on_error=on_error)
     manager.save()
     transfer = HostTransfer()
     manager._saver.stager.buffers = StagingBuffers(transfer=transfer)  # a thread stages, as on an accelerator
@@ -375,14 +346,12 @@ def test_a_staging_thread_that_does_not_start_fails_one_save(
     assert report is not None
     assert report.kind == "delta"
     assert_stored(store, training)
-    manager.close()
 
 
 def test_rows_copied_for_a_save_that_could_not_begin_are_released(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, training = create(backend), Training()
-    manager = manager_of(store, training)
+    store, training, manager = begun(backend)
     training.train(0)
 
     def fail(*_: object, **__: object) -> None:
@@ -396,7 +365,6 @@ def test_rows_copied_for_a_save_that_could_not_begin_are_released(
     manager.save()
 
     assert_stored(store, training)
-    manager.close()
 
 
 @pytest.mark.parametrize("policy", ["consecutive", "one_shot"])
@@ -404,8 +372,7 @@ def test_a_commit_that_landed_but_failed_is_followed_by_a_baseline(
     policy: Any, backend: Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was told as "a checkpoint was not saved", which is false."""
-    store, training = create(backend), Training()
-    manager = manager_of(store, training, policy=policy)
+    store, training, manager = begun(backend, policy=policy)
     manager.save()
     training.train(0)
 
@@ -425,14 +392,12 @@ def test_a_commit_that_landed_but_failed_is_followed_by_a_baseline(
     assert after is not None
     assert after.kind == "baseline"
     assert_stored(store, training)
-    manager.close()
 
 
 def test_an_unknown_outcome_that_won_and_then_failed_is_not_taken_for_lost(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, training = create(backend), Training()
-    manager = manager_of(store, training)
+    store, training, manager = begun(backend)
     manager.save()
     training.train(0)
     backend.loses_commits = True
@@ -450,4 +415,3 @@ def test_an_unknown_outcome_that_won_and_then_failed_is_not_taken_for_lost(
 
     assert [report.kind for report in manager.history] == ["baseline", "delta", "baseline"]
     assert_stored(store, training)
-    manager.close()

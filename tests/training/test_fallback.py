@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,40 +18,28 @@ from cnr_store import BadInput, CorruptStore, StorageFailure, Store, TableOption
 from cnr_store.errors import CorruptRecord
 from cnr_store.format.layout import commit_key
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.training import CheckpointManager, SavePolicy, StoreOptions, TrackingOptions, shards
+from cnr_store.training import CheckpointManager, SavePolicy, StoreOptions, shards
 from cnr_store.training.shards import LocalShard, ShardingLibrary, whole_shard
 from tests.support.faulty import IsolatedMemoryFileSystem
 from tests.support.ranks import ThreadRank, thread_ranks
+from tests.training import runs
 from tests.training.runs import Training, assert_same, uninterrupted
 
 KIND = "rowwise_adagrad"
 STEPS = 5
 
 
-def manager_of(training: Training, url: Path | Store) -> CheckpointManager:
-    return CheckpointManager(
-        url if isinstance(url, Store) else str(url),
-        model=training.model,
-        optimizer=training.optimizers,
-        options=TableOptions.exact(),
-        every_steps=1,
-        tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
-    )
+manager_of = partial(runs.manager_of, every_steps=1)
 
 
 def trained(root: Path) -> None:
     training = Training(KIND)
-    with manager_of(training, root) as manager:
-        for number in range(STEPS):
-            training.train(number)
-            manager.step()
-        manager.wait_until_finished()
+    with manager_of(root, training) as manager:
+        go_on(training, manager, 0, STEPS)
 
 
 def go_on(training: Training, manager: CheckpointManager, start: int, stop: int) -> None:
-    for number in range(start, stop):
-        training.train(number)
-        manager.step()
+    runs.go_on(training, manager, start, stop)
     manager.wait_until_finished()
 
 
@@ -98,7 +87,7 @@ def test_a_damaged_head_is_gone_back_from_and_training_goes_on_bit_for_bit(
         head = store.latest_version()
     broken = damage(tmp_path)
     training = Training(KIND)
-    manager = manager_of(training, tmp_path)
+    manager = manager_of(tmp_path, training)
 
     with pytest.warns(RuntimeWarning) as said:
         restored = manager.restore(fallback=True)
@@ -119,7 +108,7 @@ def test_a_damaged_head_is_gone_back_from_and_training_goes_on_bit_for_bit(
 
     assert_same(training.state(), uninterrupted(KIND, STEPS + 2))
     again = Training(KIND)
-    with manager_of(again, tmp_path) as resumed:
+    with manager_of(tmp_path, again) as resumed:
         state = resumed.restore()
         assert state is not None
         assert (state.step, state.fallback_from, state.problem) == (STEPS + 2, None, None)
@@ -131,7 +120,7 @@ def test_a_damaged_head_is_gone_back_from_and_training_goes_on_bit_for_bit(
 def test_a_baseline_that_is_damaged_takes_its_deltas_along(tmp_path: Path) -> None:
     trained(tmp_path)
     training = Training(KIND)
-    with manager_of(training, tmp_path) as manager:
+    with manager_of(tmp_path, training) as manager:
         manager.restore()
         manager._saver.chain.whole_next = manager._training.tables
         go_on(training, manager, STEPS, STEPS + 3)
@@ -140,7 +129,7 @@ def test_a_baseline_that_is_damaged_takes_its_deltas_along(tmp_path: Path) -> No
     path = next((tmp_path / "data" / baseline).glob("r*/set-0.codes/c/0/0"))
     path.write_bytes(path.read_bytes()[:-1])
     training = Training(KIND)
-    with manager_of(training, tmp_path) as manager:
+    with manager_of(tmp_path, training) as manager:
         with pytest.warns(RuntimeWarning, match="continuing from version"):
             restored = manager.restore(fallback=True)
         assert restored is not None
@@ -152,7 +141,7 @@ def test_an_error_without_fallback_offers_one_and_rolls_nothing_back(tmp_path: P
     trained(tmp_path)
     damage_chunk(tmp_path)
 
-    with manager_of(Training(KIND), tmp_path) as manager:
+    with manager_of(tmp_path, Training(KIND)) as manager:
         with pytest.raises(CorruptStore, match=r"restore\(fallback=True\)"):
             manager.restore()
         assert "rollback" not in {record.kind for record in manager.store.log()}
@@ -162,7 +151,7 @@ def test_a_torn_record_without_fallback_is_an_error(tmp_path: Path) -> None:
     trained(tmp_path)
     tear_record(tmp_path)
 
-    with manager_of(Training(KIND), tmp_path) as manager, warnings.catch_warnings():
+    with manager_of(tmp_path, Training(KIND)) as manager, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(CorruptRecord, match=r"restore\(fallback=True\)"):
             manager.restore()
@@ -172,7 +161,7 @@ def test_a_sound_head_needs_no_fallback(tmp_path: Path) -> None:
     trained(tmp_path)
     training = Training(KIND)
 
-    with manager_of(training, tmp_path) as manager:
+    with manager_of(tmp_path, training) as manager:
         restored = manager.restore(fallback=True)
         kinds = [record.kind for record in manager.store.log()]
 
@@ -183,7 +172,7 @@ def test_a_sound_head_needs_no_fallback(tmp_path: Path) -> None:
 
 
 def test_an_empty_store_is_restored_as_nothing(tmp_path: Path) -> None:
-    with manager_of(Training(KIND), tmp_path) as manager:
+    with manager_of(tmp_path, Training(KIND)) as manager:
         assert manager.restore(fallback=True) is None
 
 
@@ -194,7 +183,7 @@ def test_damage_is_raised_and_nothing_written_if_no_version_is_whole(tmp_path: P
     path = next((tmp_path / "data" / baseline).glob("r*/set-0.codes/c/0/0"))
     path.write_bytes(b"")
 
-    with manager_of(Training(KIND), tmp_path) as manager:
+    with manager_of(tmp_path, Training(KIND)) as manager:
         with pytest.raises(CorruptStore, match=r"set-0\.codes"):
             manager.restore(fallback=True)
         assert "rollback" not in {record.kind for record in manager.store.log()}
@@ -203,14 +192,14 @@ def test_damage_is_raised_and_nothing_written_if_no_version_is_whole(tmp_path: P
 def test_fallback_is_for_the_head_alone(tmp_path: Path) -> None:
     trained(tmp_path)
 
-    with manager_of(Training(KIND), tmp_path) as manager, pytest.raises(BadInput, match="fallback="):
+    with manager_of(tmp_path, Training(KIND)) as manager, pytest.raises(BadInput, match="fallback="):
         manager.restore(step=2, fallback=True)
 
 
 def test_a_backend_that_fails_is_no_reason_to_go_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tmp_path)
 
-    with Store.open(str(tmp_path)) as store, manager_of(Training(KIND), store) as manager:
+    with Store.open(str(tmp_path)) as store, manager_of(store, Training(KIND)) as manager:
         before = store.latest_version()
         real = type(store.storage).read
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from cnr_store import Store, TableOptions
+from cnr_store import Store
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.training import CheckpointManager, SavePolicy, TrackingOptions
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
-from tests.training.runs import Training, assert_same, uninterrupted
+from tests.training.runs import Training, assert_same, go_on, manager_of, uninterrupted
 
 STEPS = 7
 RETRY = RetryPolicy(deadline_s=0.2, first_delay_s=0.001, max_delay_s=0.01)
@@ -32,20 +32,10 @@ def open_on(fs: FaultyFileSystem) -> Store:
 def run(fs: FaultyFileSystem, policy: Any) -> Training:
     """Restore what there is and train to the end, saving every second step."""
     training = Training()
-    manager = CheckpointManager(
-        open_on(fs),
-        model=training.model,
-        optimizer=training.optimizers,
-        options=TableOptions.exact(),
-        every_steps=2,
-        save_policy=SavePolicy(policy=policy),
-        tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
-    )
+    manager = manager_of(open_on(fs), training, every_steps=2, policy=policy)
     try:
         restored = manager.restore()
-        for number in range(0 if restored is None else restored.step, STEPS):
-            training.train(number)
-            manager.step()
+        go_on(training, manager, 0 if restored is None else restored.step, STEPS)
     finally:
         with suppress(SimulatedCrash):  # what the loop has raised already
             manager.close()
@@ -126,18 +116,10 @@ def wait_for_commits(url: Path, count: int, child: subprocess.Popen[bytes]) -> N
 
 def continue_from(url: Path, steps: int) -> tuple[Training, int]:
     training = Training()
-    manager = CheckpointManager(
-        str(url),
-        model=training.model,
-        optimizer=training.optimizers,
-        options=TableOptions.exact(),
-        tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
-    )
+    manager = manager_of(str(url), training)
     restored = manager.restore()
     assert restored is not None
-    for number in range(restored.step, restored.step + steps):
-        training.train(number)
-        manager.step()
+    go_on(training, manager, restored.step, restored.step + steps)
     manager.close()
     return training, restored.step
 

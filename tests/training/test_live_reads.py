@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from cnr_store.errors import BadInput, NonFiniteValues
 from cnr_store.training import CheckpointManager, tensors
 from cnr_store.training.saver import SaveState
 from cnr_store.write.transaction import Transaction
-from tests.training.runs import KINDS, Training, grouped
+from tests.training import runs
+from tests.training.runs import KINDS, Training, go_on, grouped
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch itself, by its Adagrad
 
@@ -70,13 +72,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made.is_open.set()
 
 
-def manager_of(url: str, training: Training, **options: Any) -> CheckpointManager:
-    chosen = {
-        "options": TableOptions.exact(), "assume": {"RowWiseAdagrad": "touched"}, "first_baseline": "live",
-        "threads": 2,
-        **options,
-    }  # fmt: skip
-    return CheckpointManager(url, model=training.model, optimizer=training.optimizers, **grouped(**chosen))
+manager_of = partial(runs.manager_of, first_baseline="live", threads=2)
 
 
 def values_of(training: Training) -> dict[str, np.ndarray[Any, Any]]:
@@ -363,9 +359,7 @@ def test_a_manager_that_is_closed_while_it_reads_saves_first(tmp_path: Any, gate
 def test_saves_that_come_due_while_tables_are_read_are_one(tmp_path: Any, gate: Gate) -> None:
     training = Training()
     manager = manager_of(str(tmp_path / "store"), training, every_steps=1, when_busy="refuse")
-    for number in range(4):
-        training.train(number)
-        manager.step()
+    go_on(training, manager, 0, 4)
     gate.is_open.set()
     manager.close()
 

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from cnr_store import BadInput, Store, TableOptions
+from cnr_store import BadInput, Store
 from cnr_store.errors import BranchNotFound, NotAStore
-from cnr_store.training import CheckpointManager
 from cnr_store.write.policy import Policy
-from tests.training.runs import Training, assert_same, grouped, uninterrupted
+from tests.training.runs import Training, assert_same, go_on, manager_of, uninterrupted
 
 # torch's own Adagrad says so once in a process.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
@@ -20,25 +19,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are impl
 STEPS, FORK = 12, 8
 
 
-def manager_of(store: str | Store, training: Training, **options: Any) -> CheckpointManager:
-    chosen = {"options": TableOptions.exact(), "every_steps": 2, "assume": {"RowWiseAdagrad": "touched"}, **options}
-    return CheckpointManager(store, model=training.model, optimizer=training.optimizers, **grouped(**chosen))
-
-
 class Run:
     """A training with random numbers of its own, as a process has; they are torch's while it moves."""
 
     def __init__(self, store: str | Store, **options: Any) -> None:
         self.training = Training()
-        self.manager = manager_of(store, self.training, **options)
+        self.manager = manager_of(store, self.training, every_steps=2, **options)
         self.restored = self.manager.restore()
         self._rng = torch.get_rng_state()
 
     def train(self, start: int, stop: int) -> None:
         torch.set_rng_state(self._rng)
-        for number in range(start, stop):
-            self.training.train(number)
-            self.manager.step()
+        go_on(self.training, self.manager, start, stop)
         self._rng = torch.get_rng_state()
 
     def end(self) -> dict[str, Any]:

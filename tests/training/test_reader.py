@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from cnr_store import BadInput
 from cnr_store.training import CarryingReader, CheckpointManager
 from cnr_store.training.reader import reader_states_for
-from tests.training.runs import Training, grouped
+from tests.training.runs import Training, manager_of
 
 SAMPLES, BATCH = 48, 4
 
@@ -30,16 +30,6 @@ class Numbers(Dataset[int]):
 def loader_of(workers: int) -> StatefulDataLoader:
     generator = torch.Generator().manual_seed(5)
     return StatefulDataLoader(Numbers(), batch_size=BATCH, shuffle=True, num_workers=workers, generator=generator)
-
-
-def manager_of(url: str, training: Training, reader: Any, **options: Any) -> CheckpointManager:
-    return CheckpointManager(
-        url,
-        model=training.model,
-        optimizer=training.optimizers,
-        reader=reader,
-        **grouped(assume={"RowWiseAdagrad": "touched"}, **options),
-    )
 
 
 def consume(manager: CheckpointManager, training: Training, loader: Any, *, stop: int | None) -> list[int]:
@@ -58,12 +48,12 @@ def consume(manager: CheckpointManager, training: Training, loader: Any, *, stop
 def test_a_stateful_loader_goes_on_with_the_next_sample(workers: int, tmp_path: Path) -> None:
     expected = [int(number) for batch in loader_of(workers) for number in batch]
     loader, training = loader_of(workers), Training()
-    manager = manager_of(str(tmp_path), training, loader, every_steps=3)
+    manager = manager_of(tmp_path, training, reader=loader, every_steps=3)
     first = consume(manager, training, loader, stop=8)
     manager.close()
 
     loader, training = loader_of(workers), Training()
-    manager = manager_of(str(tmp_path), training, loader, every_steps=3)
+    manager = manager_of(tmp_path, training, reader=loader, every_steps=3)
     restored = manager.restore()
     second = consume(manager, training, loader, stop=None)
     manager.close()
@@ -96,7 +86,7 @@ class Numbered:
 
 def test_batches_fetched_ahead_are_not_lost(tmp_path: Path) -> None:
     reader, training = Numbered(), Training()
-    manager = manager_of(str(tmp_path), training, reader, every_steps=4)
+    manager = manager_of(tmp_path, training, reader=reader, every_steps=4)
     queue: deque[tuple[int, dict[str, Any]]] = deque()
     trained = []
     while manager.current_step < 4:
@@ -109,7 +99,7 @@ def test_batches_fetched_ahead_are_not_lost(tmp_path: Path) -> None:
     manager.close()
     again = Numbered()
 
-    manager = manager_of(str(tmp_path), Training(), again)
+    manager = manager_of(tmp_path, Training(), reader=again)
     restored = manager.restore()
 
     assert trained == [0, 1, 2, 3]
@@ -122,12 +112,12 @@ def test_batches_fetched_ahead_are_not_lost(tmp_path: Path) -> None:
 
 def test_a_reader_state_without_a_reader_is_handed_back(tmp_path: Path) -> None:
     training = Training()
-    manager = manager_of(str(tmp_path), training, None, every_steps=1)
+    manager = manager_of(tmp_path, training, every_steps=1)
     training.train(0)
     manager.step(reader_state={"offset": 17})
     manager.close()
 
-    manager = manager_of(str(tmp_path), Training(), None)
+    manager = manager_of(tmp_path, Training())
     restored = manager.restore()
 
     assert restored is not None
@@ -137,7 +127,7 @@ def test_a_reader_state_without_a_reader_is_handed_back(tmp_path: Path) -> None:
 
 def test_a_reader_state_that_is_no_plain_data_names_the_leaf(tmp_path: Path) -> None:
     training = Training()
-    manager = manager_of(str(tmp_path), training, None)
+    manager = manager_of(tmp_path, training)
     training.train(0)
     manager.step(reader_state={"lock": object()})
 
@@ -152,7 +142,7 @@ def test_a_reader_state_that_is_no_plain_data_names_the_leaf(tmp_path: Path) -> 
 def test_a_reader_state_is_that_of_its_own_step(tmp_path: Path) -> None:
     """One that was given to an earlier step was committed with a later one."""
     reader, training = Numbered(), Training()
-    manager = manager_of(str(tmp_path), training, reader)
+    manager = manager_of(tmp_path, training, reader=reader)
     training.train(0)
     manager.step(reader_state={"next": 1})
     reader.next = 5
@@ -171,11 +161,11 @@ def saved_reader_state(manager: CheckpointManager) -> Any:
 
 def test_a_state_given_by_hand_is_saved_again_behind_a_restore(tmp_path: Path) -> None:
     training = Training()
-    manager = manager_of(str(tmp_path), training, None, every_steps=1)
+    manager = manager_of(tmp_path, training, every_steps=1)
     manager.step(reader_state={"batch": 1})
     manager.close()
 
-    manager = manager_of(str(tmp_path), Training(), None)
+    manager = manager_of(tmp_path, Training())
     manager.restore()
     manager.save()
 
@@ -186,7 +176,7 @@ def test_a_state_given_by_hand_is_saved_again_behind_a_restore(tmp_path: Path) -
 def test_a_restored_state_is_not_saved_with_later_steps(tmp_path: Path) -> None:
     """A run that goes on from a checkpoint without naming states may; what it saves then has none."""
     training = Training()
-    manager = manager_of(str(tmp_path), training, None, every_steps=1)
+    manager = manager_of(tmp_path, training, every_steps=1)
     manager.step(reader_state={"batch": 1})
     manager.wait_until_finished()
 
@@ -201,7 +191,7 @@ def test_a_restored_state_is_not_saved_with_later_steps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reader", [None, "with a reader"])
 def test_the_state_of_before_a_restore_is_not_saved_behind_it(reader: str | None, tmp_path: Path) -> None:
-    manager = manager_of(str(tmp_path), Training(), None if reader is None else Numbered())
+    manager = manager_of(tmp_path, Training(), reader=None if reader is None else Numbered())
     manager.step(reader_state={"next": 1})
     saved = manager.save()
     manager.step(reader_state={"next": 2})
@@ -217,7 +207,7 @@ def test_the_state_of_before_a_restore_is_not_saved_behind_it(reader: str | None
 
 
 def test_no_state_of_before_a_restore_of_a_checkpoint_without_one(tmp_path: Path) -> None:
-    manager = manager_of(str(tmp_path), Training(), None)
+    manager = manager_of(tmp_path, Training())
     manager.step()
     manager.save()
     manager.step(reader_state={"next": 2})
@@ -231,7 +221,7 @@ def test_no_state_of_before_a_restore_of_a_checkpoint_without_one(tmp_path: Path
 
 def test_a_carrying_reader_saves_its_restored_state_before_it_reads(tmp_path: Path) -> None:
     reader = CarryingReader(loader_of(0))
-    manager = manager_of(str(tmp_path), Training(), reader)
+    manager = manager_of(tmp_path, Training(), reader=reader)
     carried = next(iter(reader))
     manager.step(reader_state=carried.state)
     manager.save()
@@ -247,7 +237,7 @@ def test_a_carrying_reader_saves_its_restored_state_before_it_reads(tmp_path: Pa
 
 def test_without_a_reader_every_step_names_its_state(tmp_path: Path) -> None:
     training = Training()
-    manager = manager_of(str(tmp_path), training, None)
+    manager = manager_of(tmp_path, training)
     manager.step()
     manager.step(reader_state={"batch": 1})
 

@@ -23,11 +23,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
 from cnr_store import BadInput
-from cnr_store.training import CheckpointManager
 from cnr_store.training.carrying_reader import CarriedBatch, CarryingReader
 from cnr_store.training.granted_reader import GrantedReader
 from cnr_store.training.reader import IntervalReader
-from tests.training.runs import Training, grouped
+from tests.training.runs import Training, manager_of
 
 SAMPLES, BATCH, EPOCHS, DEPTH = 210, 24, 3, 3
 PER_EPOCH = 9
@@ -146,13 +145,7 @@ class Run:
     def __init__(self, url: str, reader: Any, **options: Any) -> None:
         self.reader, self.training = reader, Training()
         self.seen: Batches = []
-        self.manager = CheckpointManager(
-            url,
-            model=self.training.model,
-            optimizer=self.training.optimizers,
-            reader=reader,
-            **grouped(assume={"RowWiseAdagrad": "touched"}, **options),
-        )
+        self.manager = manager_of(url, self.training, reader=reader, **options)
         restored = self.manager.restore()
         self.start = 0 if restored is None else restored.step
 

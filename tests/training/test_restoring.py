@@ -17,12 +17,7 @@ from cnr_store import BadInput, CorruptStore, Store, TableOptions
 from cnr_store.errors import BadDtype, BadShape, MissingObject, TagNotFound, VersionNotFound
 from cnr_store.training import CheckpointManager, document, shards, tensors
 from cnr_store.training.restoring import _put_tensor
-from tests.training.runs import ROWS, Training, assert_same, grouped, uninterrupted
-
-
-def manager_of(url: str, training: Training, **options: Any) -> CheckpointManager:
-    chosen = {"options": TableOptions.exact(), "assume": {"RowWiseAdagrad": "touched"}, **options}
-    return CheckpointManager(url, model=training.model, optimizer=training.optimizers, **grouped(**chosen))
+from tests.training.runs import ROWS, Training, assert_same, go_on, manager_of, uninterrupted
 
 
 @pytest.fixture
@@ -30,9 +25,7 @@ def url(tmp_path: Path) -> str:
     """A store with checkpoints of steps 2, 4 and 6; that of step 4 has the tag ``good``."""
     training = Training()
     with manager_of(str(tmp_path / "store"), training, every_steps=2) as manager:
-        for number in range(6):
-            training.train(number)
-            manager.step()
+        go_on(training, manager, 0, 6)
     store = Store.open(str(tmp_path / "store"))
     store.tag("good", store.snapshot(step=4).version)
     store.close()
@@ -49,9 +42,7 @@ def test_an_older_checkpoint_is_continued_behind_a_rollback(wanted: dict[str, An
     restored = manager.restore(**wanted)
     assert restored is not None
     assert restored.step == 4
-    for number in range(4, 8):
-        training.train(number)
-        manager.step()
+    go_on(training, manager, 4, 8)
     manager.close()
     again = Training()
     manager = manager_of(url, again, policy=policy)
@@ -79,13 +70,9 @@ def test_restoring_again_in_the_same_process_undoes_what_was_trained_since(url: 
     training = Training()
     manager = manager_of(url, training, every_steps=2)
     manager.restore()
-    for number in range(20, 23):
-        training.train(number)
-        manager.step()
+    go_on(training, manager, 20, 23)
     manager.restore(step=6)
-    for number in range(6, 8):
-        training.train(number)
-        manager.step()
+    go_on(training, manager, 6, 8)
     manager.close()
 
     assert_same(training.state(), expected)
@@ -115,9 +102,7 @@ def test_state_that_was_made_since_is_gone_after_a_restore(tmp_path: Path) -> No
     manager.save()
 
     manager.restore(step=0)
-    for number in range(3):
-        training.train(number)
-        manager.step()
+    go_on(training, manager, 0, 3)
     manager.save()
 
     assert_same(training.state(), expected)

@@ -14,7 +14,7 @@ from torch import nn
 from cnr_store import Store, TableOptions
 from cnr_store.training import CheckpointManager
 from cnr_store.write.policy import Policy
-from tests.training.runs import KINDS, Training, assert_same, grouped, uninterrupted
+from tests.training.runs import KINDS, Training, assert_same, go_on, manager_of, uninterrupted
 
 # torch's own Adagrad says so once in a process.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
@@ -22,30 +22,21 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are impl
 STEPS, STOP = 14, 9
 
 
-def manager_of(store: str | Store, training: Training, **options: Any) -> CheckpointManager:
-    chosen = {"options": TableOptions.exact(), "every_steps": 2, "assume": {"RowWiseAdagrad": "touched"}, **options}
-    return CheckpointManager(store, model=training.model, optimizer=training.optimizers, **grouped(**chosen))
-
-
 def interrupted(url: str, kind: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Any]:
     """Train, save, forget everything, restore into fresh objects, train on."""
     first = Training(kind, dtype=dtype)
-    manager = manager_of(url, first, **options)
+    manager = manager_of(url, first, every_steps=2, **options)
     assert manager.restore() is None
-    for number in range(STOP):
-        first.train(number)
-        manager.step()
+    go_on(first, manager, 0, STOP)
     manager.close()
     second = Training(kind, dtype=dtype)
     for number in range(100, 103):  # whatever it was before the restore
         second.train(number)
-    manager = manager_of(url, second, **options)
+    manager = manager_of(url, second, every_steps=2, **options)
     restored = manager.restore()
     assert restored is not None
     assert restored.step == STOP - 1
-    for number in range(restored.step, STEPS):
-        second.train(number)
-        manager.step()
+    go_on(second, manager, restored.step, STEPS)
     manager.close()
     return second.state()
 
@@ -76,7 +67,7 @@ def test_cumulative_policies_remember_rows_over_a_restart(policy: Policy, tmp_pa
     store = Store.open(str(tmp_path / "store"))
     head = store.snapshot()
     again = Training("sgd")
-    manager = manager_of(store, again, policy=policy)
+    manager = manager_of(store, again, policy=policy, every_steps=2)
     manager.restore()
     assert len(head.record.chain) == 2
     assert torch.equal(torch.from_numpy(head.table("user.weight").read()), again.model.user.weight.cpu())
@@ -127,11 +118,9 @@ def test_quantized_resume_equals_a_second_process_at_the_same_version(policy: Po
     states = []
     for _ in range(2):
         training = Training("rowwise_adagrad")
-        manager = manager_of(url, training, options=options, policy=policy, every_steps=None)
+        manager = manager_of(url, training, options=options, policy=policy)
         assert manager.restore() is not None
-        for number in range(5):
-            training.train(number)
-            manager.step()
+        go_on(training, manager, 0, 5)
         states.append(training.state())
         manager.close()
 
@@ -140,10 +129,8 @@ def test_quantized_resume_equals_a_second_process_at_the_same_version(policy: Po
 
 def test_a_restored_model_saved_again_is_the_same_state(tmp_path: Path) -> None:
     training = Training()
-    manager = manager_of(str(tmp_path), training, options=TableOptions(bits=2))
-    for number in range(4):
-        training.train(number)
-        manager.step()
+    manager = manager_of(tmp_path, training, options=TableOptions(bits=2), every_steps=2)
+    go_on(training, manager, 0, 4)
     manager.restore()
     manager.tracker.mark_all("user.weight")
     report = manager.save()
@@ -156,7 +143,7 @@ def test_a_restored_model_saved_again_is_the_same_state(tmp_path: Path) -> None:
 
 def test_every_generator_comes_back(tmp_path: Path) -> None:
     training = Training("sgd")
-    manager = manager_of(str(tmp_path), training)
+    manager = manager_of(tmp_path, training, every_steps=2)
     random.seed(3)
     random.gauss(0, 1)
     np.random.seed(4)  # noqa: NPY002
@@ -180,7 +167,7 @@ def test_schedulers_come_back_with_the_learning_rate(tmp_path: Path) -> None:
         return training, torch.optim.lr_scheduler.StepLR(training.optimizers[0], 2, gamma=0.5)
 
     training, scheduler = build()
-    manager = manager_of(str(tmp_path), training, extras={"scheduler": scheduler})
+    manager = manager_of(tmp_path, training, extras={"scheduler": scheduler}, every_steps=2)
     for number in range(5):
         training.train(number)
         scheduler.step()
@@ -189,7 +176,7 @@ def test_schedulers_come_back_with_the_learning_rate(tmp_path: Path) -> None:
     manager.close()
     again, other = build()
 
-    manager = manager_of(str(tmp_path), again, extras={"scheduler": other})
+    manager = manager_of(tmp_path, again, extras={"scheduler": other}, every_steps=2)
     manager.restore()
 
     assert other.last_epoch == 5

@@ -17,16 +17,13 @@ from torch import nn
 from cnr_store import BadInput, TableOptions
 from cnr_store.errors import SaveInProgress, TableNotFound
 from cnr_store.training import CheckpointManager
-from tests.training.faulty_runs import Backend, assert_stored, create, manager_of
-from tests.training.runs import Training
+from tests.training.faulty_runs import Backend, assert_stored, begun, create
+from tests.training.runs import Training, go_on, manager_of
 
 
 def test_waiting_saves_follow_each_other(backend: Backend) -> None:
-    store, training = create(backend), Training()
-    manager = manager_of(store, training, every_steps=1, when_busy="wait")
-    for number in range(4):
-        training.train(number)
-        manager.step()
+    store, training, manager = begun(backend, every_steps=1, when_busy="wait")
+    go_on(training, manager, 0, 4)
     manager.close()
 
     assert [report.step for report in manager.history] == [1, 2, 3, 4]
@@ -34,14 +31,11 @@ def test_waiting_saves_follow_each_other(backend: Backend) -> None:
 
 
 def test_a_skipped_save_leaves_its_rows_to_the_next(backend: Backend) -> None:
-    store, training = create(backend), Training()
-    manager = manager_of(store, training, every_steps=1, when_busy="skip")
+    store, training, manager = begun(backend, every_steps=1, when_busy="skip")
     training.train(0)
     manager.step()
     backend.gate.clear()
-    for number in (1, 2, 3):
-        training.train(number)
-        manager.step()
+    go_on(training, manager, 1, 4)
     backend.gate.set()
     manager.save()
     manager.close()
@@ -51,8 +45,7 @@ def test_a_skipped_save_leaves_its_rows_to_the_next(backend: Backend) -> None:
 
 
 def test_a_busy_manager_can_refuse(backend: Backend) -> None:
-    store, training = create(backend), Training()
-    manager = manager_of(store, training, every_steps=1, when_busy="refuse")
+    store, training, manager = begun(backend, every_steps=1, when_busy="refuse")
     training.train(0)
     manager.step()
     backend.gate.clear()
@@ -70,32 +63,26 @@ def test_a_busy_manager_can_refuse(backend: Backend) -> None:
 
 
 def test_training_goes_on_while_a_save_is_written(backend: Backend) -> None:
-    store, training = create(backend), Training()
-    manager = manager_of(store, training)
+    store, training, manager = begun(backend)
     training.train(0)
     manager.save()
     training.train(1)
     expected = training.model.user.weight.detach().clone()
     backend.gate.clear()
     manager.save(wait=False)
-    for number in (2, 3, 4):
-        training.train(number)
-        manager.step()
+    go_on(training, manager, 2, 5)
     backend.gate.set()
     while manager.is_saving:
         pass
 
     np.testing.assert_array_equal(store.snapshot().table("user.weight").read(), expected.cpu().numpy())
-    manager.close()
 
 
 def test_slots_that_appear_later_make_a_full(backend: Backend) -> None:
     store, training = create(backend), Training("sparse_adam")
     manager = manager_of(store, training, every_steps=1)
     manager.save()
-    for number in range(2):
-        training.train(number)
-        manager.step()
+    go_on(training, manager, 0, 2)
     manager.close()
 
     assert [report.kind for report in manager.history] == ["baseline", "baseline", "delta"]
@@ -105,11 +92,8 @@ def test_slots_that_appear_later_make_a_full(backend: Backend) -> None:
 
 
 def test_a_later_full_reads_no_live_table(backend: Backend) -> None:
-    store, training = create(backend), Training()
-    manager = manager_of(store, training, policy="baseline", every_steps=1)
-    for number in range(3):
-        training.train(number)
-        manager.step()
+    store, training, manager = begun(backend, policy="baseline", every_steps=1)
+    go_on(training, manager, 0, 3)
     manager.close()
 
     assert [report.kind for report in manager.history] == ["baseline"] * 3
@@ -119,11 +103,8 @@ def test_a_later_full_reads_no_live_table(backend: Backend) -> None:
 
 
 def test_a_chain_is_closed_by_a_full(backend: Backend) -> None:
-    store, training = create(backend), Training()
-    manager = manager_of(store, training, every_steps=1, rng=False)
-    for number in range(66):
-        training.train(number)
-        manager.step()
+    store, training, manager = begun(backend, every_steps=1, rng=False)
+    go_on(training, manager, 0, 66)
     manager.close()
 
     assert [report.kind for report in manager.history].count("baseline") == 2
@@ -132,8 +113,7 @@ def test_a_chain_is_closed_by_a_full(backend: Backend) -> None:
 
 
 def test_a_due_save_waits_for_the_step_boundary(backend: Backend) -> None:
-    store, training = create(backend), Training()
-    manager = manager_of(store, training, every_steps=1)
+    store, training, manager = begun(backend, every_steps=1)
     users, items, _ = training.batch(0)
     loss = training.model(users, items).sum()
     manager.step()
@@ -150,8 +130,7 @@ def test_a_due_save_waits_for_the_step_boundary(backend: Backend) -> None:
 
 
 def test_a_save_in_the_middle_of_a_step_is_refused(backend: Backend) -> None:
-    training = Training()
-    manager = manager_of(create(backend), training)
+    _, training, manager = begun(backend)
     users, items, _ = training.batch(0)
     training.model(users, items).sum().backward()
 
@@ -161,15 +140,11 @@ def test_a_save_in_the_middle_of_a_step_is_refused(backend: Backend) -> None:
     for optimizer in training.optimizers:
         optimizer.step()
     manager.save()
-    manager.close()
 
 
 def test_saves_are_due_by_time(backend: Backend) -> None:
-    training = Training()
-    manager = manager_of(create(backend), training, every_seconds=1e-6)
-    for number in range(2):
-        training.train(number)
-        manager.step()
+    _, training, manager = begun(backend, every_seconds=1e-6)
+    go_on(training, manager, 0, 2)
     manager.close()
 
     assert len(manager.history) == 2
@@ -202,7 +177,6 @@ def test_a_declared_parameter_is_a_table(backend: Backend) -> None:
     assert set(head.tables) == {"rows", "tied.weight"}
     assert set(head.dense) == set()
     np.testing.assert_array_equal(head.table("rows").read(), model.rows.detach().cpu().numpy())
-    manager.close()
 
 
 def test_decaying_optimizers_are_refused_unless_accepted(backend: Backend) -> None:
@@ -213,9 +187,7 @@ def test_decaying_optimizers_are_refused_unless_accepted(backend: Backend) -> No
         manager_of(store, training)
 
     manager = manager_of(store, training, allow_dense=True, every_steps=1)
-    for number in range(3):
-        training.train(number)
-        manager.step()
+    go_on(training, manager, 0, 3)
     manager.close()
 
     assert [report.rows for report in manager.history] == [450] * 3
@@ -242,8 +214,7 @@ def test_wrong_arguments_are_named(backend: Backend) -> None:
 
 
 def test_a_report_says_what_a_save_cost(backend: Backend) -> None:
-    store, training = create(backend), Training()
-    manager = manager_of(store, training)
+    store, training, manager = begun(backend)
     training.train(0)
     report = manager.save()
     manager.close()
@@ -257,8 +228,7 @@ def test_a_report_says_what_a_save_cost(backend: Backend) -> None:
 
 
 def test_a_save_that_never_meets_a_step_boundary_is_told_once(backend: Backend) -> None:
-    store, training = create(backend), Training()
-    manager = manager_of(store, training, every_steps=1)
+    store, training, manager = begun(backend, every_steps=1)
     users, items, _ = training.batch(0)
     training.model(users, items)
 
@@ -279,8 +249,7 @@ def test_a_save_that_never_meets_a_step_boundary_is_told_once(backend: Backend) 
 
 def test_the_loop_ends_only_behind_its_save(backend: Backend) -> None:
     """step() said after SIGTERM that the state was saved although it had waited for a step boundary."""
-    store, training = create(backend), Training()
-    manager = manager_of(store, training)
+    store, training, manager = begun(backend)
     users, items, _ = training.batch(0)
     training.model(users, items)
     manager.should_stop = True
@@ -291,20 +260,15 @@ def test_the_loop_ends_only_behind_its_save(backend: Backend) -> None:
 
     assert manager.step() is True
     assert_stored(store, training)
-    manager.close()
 
 
 def test_a_manager_lists_the_steps_that_can_be_restored(backend: Backend) -> None:
-    training = Training()
-    manager = manager_of(create(backend), training, every_steps=2)
+    _, training, manager = begun(backend, every_steps=2)
     assert (manager.latest_step(), manager.all_steps()) == (None, [])
-    for number in range(5):
-        training.train(number)
-        manager.step()
+    go_on(training, manager, 0, 5)
     manager.wait_until_finished()
 
     assert (manager.latest_step(), manager.all_steps()) == (4, [2, 4])
-    manager.close()
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="the system cannot fork")
@@ -334,7 +298,6 @@ def test_forked_helpers_can_be_terminated(wanted: Any, backend: Backend) -> None
     assert not manager.should_stop
     os.kill(os.getpid(), signal.SIGTERM)
     assert manager.should_stop
-    manager.close()
 
 
 def test_sparse_momentum_is_not_made_dense_in_a_delta(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,4 +326,3 @@ def test_sparse_momentum_is_not_made_dense_in_a_delta(backend: Backend, monkeypa
     assert max(made) <= 3
     expected = optimizer.state[model.weight]["momentum_buffer"].to_dense()
     np.testing.assert_array_equal(store.snapshot().table("weight").read(slot="momentum_buffer"), expected.cpu().numpy())
-    manager.close()

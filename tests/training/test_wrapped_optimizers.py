@@ -12,7 +12,7 @@ from torch import nn
 
 from cnr_store import BadInput, TableOptions
 from cnr_store.training import CheckpointManager, load
-from tests.training.runs import ROWS, Training, assert_same
+from tests.training.runs import ROWS, Training, assert_same, go_on
 
 EXACT = TableOptions.exact()
 Wrap = Callable[[torch.optim.Optimizer], Any]
@@ -74,9 +74,7 @@ def test_a_run_with_wrapped_optimizers_saves_deltas_and_resumes(wrap: Wrap) -> N
     wrapped = [wrap(one) for one in training.optimizers]
     plain, training.optimizers = training.optimizers, wrapped
     with CheckpointManager(url, model=training.model, optimizer=wrapped, every_steps=1, options=EXACT) as manager:
-        for number in range(3):
-            training.train(number)
-            manager.step()
+        go_on(training, manager, 0, 3)
         manager.wait_until_finished()
         kinds = [report.kind for report in manager.history]
     training.optimizers = plain
