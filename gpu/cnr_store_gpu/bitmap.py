@@ -1,4 +1,4 @@
-"""Which rows changed since the last save: one bit per row for all tables of a device.
+"""Which rows changed since the last save: one bit per row, in one bitmap for all tables of a device.
 
 Why this module exists: the rows of a delta must be known exactly, at a cost that training does not feel.
 All tables share one linearised tensor of packed words, so an interval's marks are one small array however
@@ -22,7 +22,6 @@ import torch
 from cnr_store.errors import BadInput, BadRowIds, BadShape, TableNotFound
 from cnr_store.types import RowIds
 from cnr_store_gpu import words as packed
-from cnr_store_gpu.host_batch import mark_at, mark_gradients, rows_of_spans
 from cnr_store_gpu.operators import mark_here
 from cnr_store_gpu.words import Words
 
@@ -229,7 +228,7 @@ class RowBitmap:
             mark_here(self.words, ids, first_word, num_rows, skip_row)
             return
         with packed.LOCK:
-            mark_at(self._host, ids.data_ptr(), ids.numel(), first_word, num_rows, skip_row)
+            packed.mark_at(self._host, ids.data_ptr(), ids.numel(), first_word, num_rows, skip_row)
 
     def mark_parts(self, parts: npt.NDArray[np.int64]) -> None:
         """Mark ids that lie in several places of the host's memory: ``packed.mark_parts_words``.
@@ -241,10 +240,10 @@ class RowBitmap:
             packed.mark_parts_words(self._host, parts)
 
     def mark_gradients(self, parts: npt.NDArray[np.int64]) -> None:
-        """Mark rows of dense gradients in memory: ``host_batch.mark_gradients``. Only where ``is_on_host``."""
+        """Mark rows of dense gradients in memory: ``packed.mark_gradients``. Only where ``is_on_host``."""
         assert self._host is not None
         with packed.LOCK:
-            mark_gradients(self._host, parts)
+            packed.mark_gradients(self._host, parts)
 
     def mark_mask(self, table: str, mask: torch.Tensor) -> None:
         """Mark the rows where ``mask``, bool ``(num_rows,)``, is true; waits for no device but the mask's own.
@@ -286,16 +285,6 @@ class RowBitmap:
                 self._host[place.first_word : place.first_word + place.num_words] |= bits
             else:
                 self._slice(place).bitwise_or_(torch.from_numpy(bits.view(np.int32).copy()).to(self.device))
-
-    def load_words(self, table: str, words: npt.NDArray[Any] | torch.Tensor) -> None:
-        """Make the table's marks exactly the bits of ``words``; shape and errors as in ``or_words``."""
-        place = self._place(table)
-        bits = check_words(table, words, place.num_rows)
-        with packed.LOCK:
-            if self._host is not None:
-                self._host[place.first_word : place.first_word + place.num_words] = bits
-            else:
-                self._slice(place).copy_(torch.from_numpy(bits.view(np.int32).copy()))
 
     def copy_words(self, table: str) -> Words:
         """Return a copy of the table's words, uint32 ``(ceil(num_rows / 32),)`` on the host; marks stay."""
@@ -353,7 +342,7 @@ class RowBitmap:
                 for place in places.values():
                     self._slice(place).zero_()
         spans[:, 0] -= first
-        rows, counts = rows_of_spans(words, spans)
+        rows, counts = packed.rows_of_spans(words, spans)
         taken: dict[str, Taken] = {}
         end = 0
         for (table, place), (at, size), count in zip(places.items(), spans.tolist(), counts.tolist(), strict=True):
@@ -409,3 +398,61 @@ class RowBitmap:
             expected=num_rows,
             found=outside,
         )
+
+
+class DeviceBitmaps:
+    """One ``RowBitmap`` per device. Its methods are those that look at all devices; for one table ask `of`.
+
+    Parameters
+    ----------
+    tables
+        (rows, device) of each table, by name. Tables of one device share one bitmap, in this order.
+    on_host
+        As for ``RowBitmap``.
+    """
+
+    def __init__(self, tables: Mapping[str, tuple[int, torch.device]], *, on_host: bool | None = None) -> None:
+        rows: dict[torch.device, dict[str, int]] = {}
+        for table, (num_rows, device) in tables.items():
+            rows.setdefault(device, {})[table] = num_rows
+        self._bitmaps = {device: RowBitmap(own, device, on_host=on_host) for device, own in rows.items()}
+        self._by_table = {table: self._bitmaps[device] for table, (_, device) in tables.items()}
+
+    @property
+    def table_rows(self) -> dict[str, int]:
+        """Rows of each table, by name."""
+        return {table: bitmap.table_rows[table] for table, bitmap in self._by_table.items()}
+
+    @property
+    def by_device(self) -> dict[torch.device, RowBitmap]:
+        """The bitmaps; live."""
+        return dict(self._bitmaps)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all words."""
+        return sum(bitmap.size_bytes for bitmap in self._bitmaps.values())
+
+    def of(self, table: str) -> RowBitmap:
+        """Return the bitmap that has the table; raises TableNotFound."""
+        try:
+            return self._by_table[table]
+        except KeyError:
+            raise TableNotFound(f"no table {table!r} here; there are {sorted(self._by_table)}", table=table) from None
+
+    def any(self) -> bool:
+        """Return whether any row of any table is marked; waits for the devices."""
+        return any(bitmap.any() for bitmap in self._bitmaps.values())
+
+    def take_all(self, tables: Iterable[str] | None = None) -> dict[str, Taken]:
+        """Return the marked rows of every table and clear them; one wait per device."""
+        wanted = list(self._by_table if tables is None else tables)
+        taken: dict[str, Taken] = {}
+        for bitmap in dict.fromkeys(self.of(table) for table in wanted):
+            taken.update(bitmap.take_all([table for table in wanted if self._by_table[table] is bitmap]))
+        return {table: taken[table] for table in wanted}
+
+    def clear(self) -> None:
+        """Forget all marks."""
+        for bitmap in self._bitmaps.values():
+            bitmap.clear()

@@ -1,11 +1,15 @@
-"""Staged rows in the background: encoded on their device, copied to the host, checked there.
+"""Staged rows in the background: encoded on their device, copied to the host, checked there; and memory for them.
 
-Runs on a transfer's thread, beside the training; it touches copies only. Rows whose codes are worth nothing go as
-floats, which are still in the staging.
+Runs on a transfer's thread, beside the training; it touches copies only. Where codes are not valid, the floats are
+delivered instead: they are still in the staging.
+
+Memory is kept between saves, because a fresh gigabyte costs more in page faults than in copying. One save at a time
+must use it: whoever takes a buffer again gets the same bytes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,9 +17,63 @@ import numpy as np
 import torch
 
 from cnr_store.types import RowIds
-from cnr_store_gpu.buffer_pool import KeptMemory
 from cnr_store_gpu.gather import check_range
 from cnr_store_gpu.quantize import LatticeCodes, encode
+
+GROWTH = 1.125
+"""Spare room of a buffer that had to grow: row counts drift, and each growth pays page faults again."""
+
+Key = tuple[str, str, str]
+"""What a buffer is for: (use, table, name)."""
+
+
+@dataclass(slots=True)
+class KeptMemory:
+    """Flat buffers by use, grown when they are too small."""
+
+    _flat: dict[tuple[Key, torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(flat.numel() * flat.element_size() for flat in list(self._flat.values()))
+
+    def take(
+        self,
+        key: Key,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        *,
+        at_most: int | None = None,
+        pinned: bool = False,
+    ) -> torch.Tensor:
+        """Return contiguous memory of ``shape``: the buffer's, so what it held is overwritten.
+
+        Parameters
+        ----------
+        key
+            What it is for; the same key gets the same memory again.
+        shape, dtype, device
+            Of the tensor that is returned.
+        at_most
+            Elements that will never be exceeded: there is no spare room beyond.
+        pinned
+            Page-locked host memory.
+        """
+        needed = math.prod(shape)
+        place = (key, dtype, torch.device(device))
+        flat = self._flat.get(place)
+        if flat is None or flat.numel() < needed:
+            self._flat.pop(place, None)
+            del flat  # before the larger one is allocated, so that the peak is one buffer, not two
+            room = int(needed * GROWTH)
+            if at_most is not None:
+                room = min(room, max(at_most, needed))
+            flat = torch.empty(room, dtype=dtype, device=device, pin_memory=pinned)
+            self._flat[place] = flat
+        return flat[:needed].view(shape)
+
 
 CopyToHost = Callable[[Sequence[tuple[torch.Tensor, torch.Tensor]]], None]
 

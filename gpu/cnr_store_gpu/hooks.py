@@ -19,7 +19,6 @@ from torch import nn
 
 from cnr_store.errors import BadInput
 from cnr_store_gpu import operators
-from cnr_store_gpu.lookup_ledger import LookupLedger
 from cnr_store_gpu.optimizer_tables import SteppedTables
 from cnr_store_gpu.optimizers import (
     MOVING_HYPERPARAMETERS,
@@ -31,7 +30,7 @@ from cnr_store_gpu.optimizers import (
 )
 from cnr_store_gpu.row_union import Cumulative
 from cnr_store_gpu.tables import Lookup, gradient_mask, rows_with_gradient
-from cnr_store_gpu.tracked_table import TrackedTable, stamp_of
+from cnr_store_gpu.tracked_table import LookupLedger, TrackedTable, stamp_of
 from cnr_store_gpu.words import NO_ROW, words_full
 
 OnBypass = Literal["warn", "raise"]

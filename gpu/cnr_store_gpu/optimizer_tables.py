@@ -21,7 +21,7 @@ from cnr_store_gpu.tracked_table import TrackedTable
 Group = dict[str, Any]
 
 SMALL_BYTES, UNIT = 1 << 20, 4
-"""Dense gradients above the first are read by torch, on its threads; the second as in `host_batch`."""
+"""Dense gradients above the first are read by torch, on its threads; the second as in `words.mark_gradients`."""
 
 Gradients = list[tuple[TrackedTable, torch.Tensor]]
 """Tables and the gradients that a step has for them."""

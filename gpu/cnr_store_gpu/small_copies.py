@@ -1,23 +1,26 @@
 """Copies of a few rows of each of many tables in host memory: all of them by one call.
 
 Why this module exists: a save copies while the training waits, and a call of torch per tensor takes longer than the
-rows of a small table. What is not small, not in host memory or not contiguous is copied as before, tensor by tensor.
+rows of a small table. Here Python collects addresses, and one kernel copies. What is not small, not in host memory or
+not contiguous is copied by torch, tensor by tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from numba import carray  # type: ignore[attr-defined]
 
+from cnr_store.runtime.addresses import int32s_at, int64s_at
+from cnr_store.runtime.jit import njit
 from cnr_store.types import RowIds
-from cnr_store_gpu.buffer_pool import KeptMemory
-from cnr_store_gpu.delivery import Delivery
+from cnr_store_gpu.delivery import Delivery, KeptMemory
 from cnr_store_gpu.gather import RowRequest, check_range, index_of
-from cnr_store_gpu.host_batch import PART_FIELDS, gather_parts
 
 SMALL_BYTES = 1 << 18
 """Copies of one table above it go through torch: there its threads count for more than the call."""
@@ -121,3 +124,52 @@ class SmallCopies:
 
 def _aligned(at: int) -> int:
     return -(-at // _ALIGNMENT) * _ALIGNMENT
+
+
+PART_FIELDS = 6
+"""Numbers of a part of `gather_parts`."""
+
+
+@njit(nogil=True)
+def _part_outside(parts: Any) -> int:
+    for k in range(parts.shape[0]):
+        ids = carray(int64s_at(parts[k, 0]), (parts[k, 1],))
+        end = np.uint64(parts[k, 2])
+        for i in range(ids.size):
+            if np.uint64(ids[i]) >= end:  # a negative id is a huge one
+                return k
+    return -1
+
+
+@njit(nogil=True)
+def _gather_parts(parts: Any) -> None:
+    for k in range(parts.shape[0]):
+        count, size = parts[k, 1], parts[k, 5]
+        ids = carray(int64s_at(parts[k, 0]), (count,))
+        rows = carray(int32s_at(parts[k, 3]), (parts[k, 2], size))
+        out = carray(int32s_at(parts[k, 4]), (count, size))
+        for i in range(count):
+            row = ids[i]
+            for j in range(size):
+                out[i, j] = rows[row, j]
+
+
+def gather_parts(parts: npt.NDArray[np.int64]) -> int:
+    """Copy rows of many tensors: ``index_select`` of each, in one call. Reads and writes by address.
+
+    Parameters
+    ----------
+    parts
+        int64 ``(num_parts, 6)``: address of the ids (int64), how many, rows of the source, its address, that of the
+        copy, and the size of a row in units of 4 bytes, to which addresses are aligned. All is contiguous, and the
+        caller keeps it alive.
+
+    Returns
+    -------
+    int
+        -1, or the first part with an id outside of its source: then nothing was written.
+    """
+    outside = int(_part_outside(parts))
+    if outside < 0:
+        _gather_parts(parts)
+    return outside

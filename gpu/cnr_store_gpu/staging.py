@@ -14,22 +14,126 @@ have arrived *and* were released.
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
 
-from cnr_store.errors import BadInput, SaveInProgress
-from cnr_store_gpu.buffer_pool import KeptMemory
-from cnr_store_gpu.delivery import Delivery, StagedArray, StagedIds, deliver
+from cnr_store.errors import BackgroundSaveFailed, BadInput, CnrStoreError
+from cnr_store.types import RowIds
+from cnr_store_gpu.delivery import Delivery, KeptMemory, StagedArray, StagedIds, deliver
 from cnr_store_gpu.gather import RowRequest, check_range, common_rows, index_of, select_rows
 from cnr_store_gpu.pinned import PINNED_BYTES, TransitRing, block_sizes
 from cnr_store_gpu.quantize import LatticeCodes, check_codable
 from cnr_store_gpu.small_copies import SmallCopies
-from cnr_store_gpu.staged import Staged
 from cnr_store_gpu.transfer import Transfer, transfer_for
+
+
+class Staged:
+    """Copies of rows at one instant; valid until ``release``. May be read and released from any thread.
+
+    Attributes
+    ----------
+    size_bytes
+        Bytes of the gathered rows, as floats.
+    """
+
+    def __init__(self, order: Mapping[str, tuple[str, ...]], give_back: Callable[[], None]) -> None:
+        self.size_bytes = 0
+        self._order = order
+        self._give_back: Callable[[], None] | None = give_back
+        self._here = Delivery()
+        self._under_way: list[Future[Delivery]] = []
+        self._described: list[Callable[[], Delivery]] = []
+        self._merging, self._releasing = threading.Lock(), threading.Lock()
+
+    def expect(self, delivery: Delivery | Future[Delivery] | Callable[[], Delivery]) -> None:
+        """Add arrays that are here, or will be; or are here, and are described by a call when they are asked for."""
+        if isinstance(delivery, Future):
+            self._under_way.append(delivery)
+        elif callable(delivery):
+            self._described.append(delivery)
+        else:
+            self._add(delivery)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        return all(future.done() for future in self._under_way)
+
+    def wait(self) -> Staged:
+        """Block until everything is in host memory, without the GIL; returns itself.
+
+        Raises
+        ------
+        BackgroundSaveFailed
+            Coding or copying failed; the cause says why. Nothing was handed out.
+        BadRowIds
+            Ids that were on a device lie outside their table.
+        """
+        with self._merging:
+            while self._described:
+                self._add(self._described[0]())
+                self._described.pop(0)
+            while self._under_way:
+                try:
+                    arrived = self._under_way[0].result()
+                except CnrStoreError:
+                    raise
+                except Exception as error:
+                    raise BackgroundSaveFailed(
+                        f"the staged rows of tables {sorted(self._order)} did not reach the host ({error}); release "
+                        "them, and save their rows again"
+                    ) from error
+                self._add(arrived)
+                self._under_way.pop(0)
+        return self
+
+    def _add(self, arrived: Delivery) -> None:
+        self._here.tensors.update(arrived.tensors)
+        self._here.codes.update(arrived.codes)
+        self._here.row_ids.update(arrived.row_ids)
+        self._here.size_bytes += arrived.size_bytes
+
+    @property
+    def row_ids(self) -> dict[str, RowIds]:
+        """By table: int64, as they were asked for. Blocks as `wait` if they were on a device."""
+        if self._here.row_ids.keys() != self._order.keys():
+            self.wait()
+        return {table: self._here.row_ids[table] for table in self._order}
+
+    @property
+    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Host tensors by table and name: ``(n, ...)``, contiguous, row i is row ``row_ids[i]``. Blocks as `wait`.
+
+        Without what is in `codes` instead. Views of memory that a gather after the release overwrites.
+        """
+        tensors = self.wait()._here.tensors
+        return {
+            table: {name: tensors[table, name] for name in names if (table, name) in tensors}
+            for table, names in self._order.items()
+        }
+
+    @property
+    def codes(self) -> dict[str, torch.Tensor]:
+        """Lattice codes by table: int16 ``(n, ...)`` on the host; without tables that fell back. Blocks as `wait`."""
+        return dict(self.wait()._here.codes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of what is handed out: those that crossed from the device. Blocks as `wait`."""
+        return self.wait()._here.size_bytes
+
+    def release(self) -> None:
+        """Let a later gather use the memory, once the copies have arrived.
+
+        Does not block; a second call does nothing.
+        """
+        with self._releasing:
+            give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
 
 
 @dataclass(slots=True, eq=False)
@@ -41,13 +145,10 @@ class _Slot:
 
 
 class StagingBuffers:
-    """Memory for the copies of a few saves, kept between gathers.
+    """Memory for the copies of saves, kept between gathers: of as many saves as were ever held at a time.
 
     Parameters
     ----------
-    count
-        Saves whose copies may be held at a time. Memory is taken as it is needed: who releases each before the next
-        gather never needs the second.
     pinned_bytes
         Page-locked host memory for each accelerator, taken with its first copy and kept.
     quantize
@@ -61,10 +162,6 @@ class StagingBuffers:
     ----------
     quantize
         May be set between gathers: a scale belongs to a generation of its table.
-    stall_s, last_stall_s
-        Seconds that all gathers, and the last one, held up their caller.
-    wait_s
-        Seconds that all gathers waited for memory.
 
     Examples
     --------
@@ -79,29 +176,23 @@ class StagingBuffers:
 
     def __init__(
         self,
-        count: int = 2,
         *,
         pinned_bytes: int = PINNED_BYTES,
         quantize: Mapping[str, LatticeCodes] | None = None,
         transfer: Transfer | None = None,
     ) -> None:
-        if count < 1:
-            raise BadInput(f"staging needs memory for at least one save, found count={count}", expected=1, found=count)
         block_sizes(pinned_bytes)
         self.quantize: dict[str, LatticeCodes] = dict(quantize or {})
-        self.stall_s = 0.0
-        self.last_stall_s = 0.0
-        self.wait_s = 0.0
-        self._count, self._pinned_bytes, self._given = count, pinned_bytes, transfer
+        self._pinned_bytes, self._given = pinned_bytes, transfer
         self._ways: dict[torch.device, tuple[Transfer, TransitRing]] = {}
         self._slots: list[_Slot] = []
         self._free: list[_Slot] = []
-        self._released = threading.Condition()
+        self._lock = threading.Lock()
 
     @property
     def capacity_bytes(self) -> int:
         """Bytes of all buffers, on devices and on the host, without the pinned ring."""
-        with self._released:
+        with self._lock:
             return sum(slot.memory.size_bytes for slot in self._slots)
 
     @property
@@ -112,10 +203,10 @@ class StagingBuffers:
     @property
     def in_use(self) -> bool:
         """Whether copies are held or still on their way."""
-        with self._released:
+        with self._lock:
             return len(self._free) < len(self._slots)
 
-    def gather(self, requests: Mapping[str, RowRequest], *, wait: bool = True) -> Staged:
+    def gather(self, requests: Mapping[str, RowRequest]) -> Staged:
         """Copy the asked rows of all tables as they are now.
 
         Call it at a step boundary, from the thread that trains: nothing may write the tables until it returns. On the
@@ -126,20 +217,21 @@ class StagingBuffers:
         ----------
         requests
             Rows and tensors by table. A table without rows yields tensors ``(0, ...)``.
-        wait
-            Whether to block while ``count`` earlier copies are held; they must be released from another thread.
 
         Raises
         ------
-        SaveInProgress
-            ``count`` earlier copies are held, and ``wait`` is False.
         BadShape, BadRowIds
             As ``gather_rows``. Ids on a device are checked behind the copy, by `Staged.wait`.
         BadDtype, BadInput
             A tensor that is to be coded cannot be; nothing was copied.
         """
-        slot, wait_s = self._take_slot(wait)
-        started = time.perf_counter()
+        with self._lock:
+            if not self._free:
+                self._slots.append(_Slot())
+                self._free.append(self._slots[-1])
+            # The one released last: who holds one at a time needs the memory of one.
+            slot = self._free.pop()
+        slot.deliveries = []
         try:
             order = {table: tuple(request.tensors) for table, request in requests.items()}
             staged = Staged(order, lambda: self._free_when_done(slot))
@@ -147,11 +239,6 @@ class StagingBuffers:
         except BaseException:
             self._free_when_done(slot)
             raise
-        staged.stall_s, staged.wait_s = time.perf_counter() - started, wait_s
-        with self._released:
-            self.last_stall_s = staged.stall_s
-            self.stall_s += staged.stall_s
-            self.wait_s += wait_s
         return staged
 
     def free(self) -> None:
@@ -159,48 +246,23 @@ class StagingBuffers:
 
         Copies that nobody released stay valid, and are no longer reused.
         """
-        with self._released:
+        with self._lock:
             self._slots.clear()
             self._free.clear()
-            self._released.notify_all()
         ways, self._ways = self._ways, {}
         for transfer, ring in ways.values():
             if transfer is not self._given:
                 transfer.close()
                 ring.close()
 
-    # ---- memory
-
-    def _take_slot(self, wait: bool) -> tuple[_Slot, float]:
-        started = time.perf_counter()
-        has_waited = False
-        with self._released:
-            while not self._free and len(self._slots) >= self._count:
-                if not wait:
-                    raise SaveInProgress(
-                        f"the copies of {self._count} earlier saves are still being read; release them first, or save "
-                        "less often",
-                        expected=self._count,
-                    )
-                has_waited = True
-                self._released.wait()
-            if not self._free:
-                self._slots.append(_Slot())
-                self._free.append(self._slots[-1])
-            # The one released last: who holds one at a time needs the memory of one.
-            slot = self._free.pop()
-        slot.deliveries = []
-        return slot, time.perf_counter() - started if has_waited else 0.0
-
     def _free_when_done(self, slot: _Slot) -> None:
         for delivery in slot.deliveries:
             if not delivery.done():
                 delivery.add_done_callback(lambda _: self._free_when_done(slot))
                 return
-        with self._released:
+        with self._lock:
             if slot in self._slots and slot not in self._free:
                 self._free.append(slot)
-                self._released.notify()
 
     # ---- copies
 

@@ -19,14 +19,12 @@ from torch import nn
 
 from cnr_store.errors import BadInput
 from cnr_store_gpu import operators
-from cnr_store_gpu.bitmap import Ids, OutOfRange, Taken
-from cnr_store_gpu.devices import DeviceBitmaps
+from cnr_store_gpu.bitmap import DeviceBitmaps, Ids, OutOfRange, Taken
 from cnr_store_gpu.hooks import Following, OnBypass
-from cnr_store_gpu.lookup_ledger import LookupLedger
 from cnr_store_gpu.optimizers import Movement, RowMovement, inner_optimizer, row_slots
 from cnr_store_gpu.shards import ChangeSource, WatchedShard, bounds_of, check_shards, tensor_of
 from cnr_store_gpu.tables import plan_tables
-from cnr_store_gpu.tracked_table import TrackedTable, TrackedTables
+from cnr_store_gpu.tracked_table import LookupLedger, TrackedTable, TrackedTables
 from cnr_store_gpu.verify import RowProbe
 
 InFlight = Literal["refuse", "remark"]

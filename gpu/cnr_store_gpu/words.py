@@ -1,12 +1,13 @@
 """Packed row bits: one bit per row in 32-bit words, marked, counted and listed.
 
-Why this module exists: a bit is the only per-row mark below 0.05 % of a 64-dim fp32 table. torch has no
-operation that ORs bits at given places, so the CPU has a numba kernel here, and every other device a
-reference made of torch operations, which is also the oracle that the tests hold the kernel against.
+Why this module exists: a bit is the only mark per row that costs less than 0.05 % of a 64-dim fp32 table. torch has no
+operation that ORs bits at given places, so the CPU has numba kernels here; other devices have `kernels`. A save of a
+thousand tables must cost what its rows cost, and numpy needs longer to start than a small table takes. So some kernels
+work on many tables in one call, by addresses that Python collects.
 
 Row r of a table is bit ``r % 32`` of word ``first_word + r // 32``. Bits past a table's last row are
-always zero. The functions know words and ids only; they take no lock and hold no state, so each can stand
-behind a torch operator. The kernels release the GIL: callers hold ``LOCK`` around what reads or writes live words.
+always zero. The functions take words and ids only, no lock and no state, so a torch operator can call each. The kernels
+release the GIL and do not check addresses: callers hold ``LOCK`` while they read or write live words.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy.typing as npt
 import torch
 from numba import carray  # type: ignore[attr-defined]
 
-from cnr_store.runtime.addresses import int64s_at
+from cnr_store.runtime.addresses import int32s_at, int64s_at
 from cnr_store.runtime.jit import njit
 from cnr_store.types import RowIds
 
@@ -157,23 +158,6 @@ def mark_parts_words(words: Words, parts: npt.NDArray[np.int64]) -> None:
     _mark_parts(words, parts)
 
 
-def mark_words_torch(words: torch.Tensor, ids: torch.Tensor, first_word: int, num_rows: int, skip_row: int) -> None:
-    """Set the bits of ``ids`` with torch operations alone: the reference of ``mark_words``, on any device.
-
-    ``words`` is int32 and written in place; ``ids`` int32 or int64, one-dimensional. Sorts the ids, so it
-    is slow, and on an accelerator it waits for the device (``unique``).
-    """
-    rows = torch.unique(ids.to(torch.int64))
-    inside = (rows >= 0) & (rows < num_rows) & (rows != skip_row)
-    # Rows outside go to word `first_word` with no bit: a boolean index would wait for the device once more.
-    rows = torch.where(inside, rows, torch.zeros_like(rows))
-    at = first_word + (rows >> 5)
-    bits = torch.bitwise_left_shift(torch.ones_like(rows, dtype=torch.int32), (rows & 31).to(torch.int32))
-    is_new = inside & ((words[at] & bits) == 0)
-    # Rows are distinct and clear, so each bit is added once: the sum (modulo 2^32) is the OR.
-    words.index_add_(0, at, torch.where(is_new, bits, torch.zeros_like(bits)))
-
-
 def pack_mask(mask: torch.Tensor) -> torch.Tensor:
     """Return a mask as words, int32 ``(ceil(num_rows / 32),)``, on its device; waits for nothing.
 
@@ -216,3 +200,76 @@ def warmup() -> None:
         mark_slices_words(words, np.zeros(1, dtype), np.array([0, 1]), np.zeros(1, np.int64), one)
     mark_parts_words(words, np.zeros((0, 4), np.int64))
     rows_of(words)
+
+
+@njit(nogil=True)
+def _count_spans(words: Any, spans: Any, counts: Any) -> int:
+    total = 0
+    for k in range(spans.shape[0]):
+        counts[k] = _count(words[spans[k, 0] : spans[k, 0] + spans[k, 1]])
+        total += counts[k]
+    return total
+
+
+@njit(nogil=True)
+def _list_spans(words: Any, spans: Any, counts: Any, rows: Any) -> None:
+    start = 0
+    for k in range(spans.shape[0]):
+        _list_rows(words[spans[k, 0] : spans[k, 0] + spans[k, 1]], rows[start : start + counts[k]])
+        start += counts[k]
+
+
+@njit(nogil=True)
+def mark_at(words: Any, ids: int, count: int, first_word: int, num_rows: int, skip_row: int) -> None:
+    """Set the bits of ``count`` int64 ids at an address: `mark_words` of an array that need not be made first."""
+    _mark(words, carray(int64s_at(ids), (count,)), first_word, num_rows, skip_row)
+
+
+@njit(nogil=True)
+def _mark_gradients(words: Any, parts: Any) -> None:
+    for k in range(parts.shape[0]):
+        rows = carray(int32s_at(parts[k, 0]), (parts[k, 1], parts[k, 2]))
+        for i in range(rows.shape[0]):
+            bits = np.int32(0)
+            for j in range(rows.shape[1]):  # without a way out of the loop, which several elements at a time go through
+                bits |= rows[i, j]
+            if bits != 0:
+                words[parts[k, 3] + (i >> 5)] |= np.uint32(1) << np.uint32(i & 31)
+
+
+def mark_gradients(words: Words, parts: npt.NDArray[np.int64]) -> None:
+    """Mark rows of dense gradients that are not all zero: `tables.rows_with_gradient` and a mark of each, in one call.
+
+    Bits are compared, not values, so a row with an element -0.0 is marked, too: a save leaves out unchanged rows.
+
+    Parameters
+    ----------
+    words
+        uint32, written in place; not safe against another writer of the same words.
+    parts
+        int64 ``(num_parts, 4)``: address of a contiguous gradient, its rows, the size of a row in units of 4 bytes, and
+        the first word of the table. The caller keeps the gradients alive.
+    """
+    _mark_gradients(words, parts)
+
+
+def rows_of_spans(words: Words, spans: npt.NDArray[np.int64]) -> tuple[RowIds, npt.NDArray[np.int64]]:
+    """Return the set bits of spans of words: `rows_of` for each, in one call.
+
+    Parameters
+    ----------
+    words
+        uint32 ``(n,)``.
+    spans
+        int64 ``(num_spans, 2)``: first word and number of words of each.
+
+    Returns
+    -------
+    tuple
+        int64 rows, counted from the start of their span, sorted in each, one span after the other; and int64
+        ``(num_spans,)``, how many each has.
+    """
+    counts = np.empty(len(spans), np.int64)
+    rows: RowIds = np.empty(_count_spans(words, spans, counts), np.int64)
+    _list_spans(words, spans, counts, rows)
+    return rows, counts

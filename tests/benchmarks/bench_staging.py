@@ -6,7 +6,6 @@ device the tables are there too, and the copy to the host is held against a plai
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 
@@ -20,8 +19,6 @@ from cnr_store_gpu.quantize import LatticeCodes
 from cnr_store_gpu.transfer import transfer_for
 
 DIM, TOUCHED_SHARE, SCALE = 64, 0.1, 1e-4
-HOLD_S = 0.2
-"""How long the background reads a save in the measurement of waits."""
 
 
 def request_of(rows: int, device: torch.device) -> dict[str, RowRequest]:
@@ -78,27 +75,6 @@ def bench_stall(report: Report, request: dict[str, RowRequest], repeats: int) ->
     report.add_ratio(f"{device.type}: stall / index_select, fresh memory", times["staging"], times["fresh"])
     report.add_ratio(f"{device.type}: stall / index_select, kept memory", times["staging"], times["kept"], goal=1.5)
     buffers.free()
-
-
-def bench_wait(report: Report, request: dict[str, RowRequest], repeats: int) -> None:
-    """A gather while the save before is still read, with memory for one and for two."""
-    for count in (1, 2):
-        buffers = StagingBuffers(count)
-        for _ in range(count):
-            buffers.gather(request).wait().release()
-        waits = []
-        for _ in range(repeats):
-            first = buffers.gather(request).wait()
-            reader = threading.Timer(HOLD_S, first.release)
-            reader.start()
-            second = buffers.gather(request)
-            waits.append(second.wait_s)
-            second.wait().release()
-            reader.join()
-        low, middle, high = spread([wait / HOLD_S for wait in waits])
-        goal = 0.0 if count == 2 else None
-        report.add(f"memory for {count}: wait / time the save before is held", middle, goal=goal, low=low, high=high)
-        buffers.free()
 
 
 def bench_bytes(report: Report, request: dict[str, RowRequest]) -> None:
@@ -191,7 +167,6 @@ def main() -> None:
             report.note(f"\n{torch.cuda.get_device_name(device)}")
         report.note(f"{len(request['t'].row_ids)} of {options.rows} rows of {DIM} fp32 and a row-wise slot")
         bench_stall(report, request, options.repeats)
-        bench_wait(report, request, min(3, options.repeats))
         bench_bytes(report, request)
         bench_ring(report, 512 * MIB, device, min(5, options.repeats))
         if device.type == "cuda":

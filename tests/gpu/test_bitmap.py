@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from cnr_store.errors import BadInput, BadRowIds, BadShape, TableNotFound
 from cnr_store_gpu import Cumulative, DeviceBitmaps, RowBitmap
 from cnr_store_gpu import words as packed
-from cnr_store_gpu.words import mark_words, mark_words_torch, pack_mask, rows_of, words_full, words_of_rows
+from cnr_store_gpu.kernels import reference
+from cnr_store_gpu.words import mark_words, pack_mask, rows_of, words_full, words_of_rows
 
 ODD_SIZES = [0, 1, 31, 32, 33, 1023, 1024, 1025, 5000]
 
@@ -102,8 +103,8 @@ def test_kernel_equals_the_numpy_and_the_torch_reference(
     np.bitwise_or.at(by_numpy, first_word + (kept >> 5), np.uint32(1) << (kept & 31).astype(np.uint32))
 
     outside = mark_words(words, array, first_word, num_rows, skip)
-    mark_words_torch(by_torch, torch.from_numpy(array), first_word, num_rows, skip)
-    mark_words_torch(by_torch, torch.from_numpy(array), first_word, num_rows, skip)
+    reference.mark(by_torch, torch.from_numpy(array), first_word, num_rows, skip)
+    reference.mark(by_torch, torch.from_numpy(array), first_word, num_rows, skip)
 
     np.testing.assert_array_equal(words, by_numpy)
     np.testing.assert_array_equal(by_torch.cpu().numpy().view(np.uint32), by_numpy)
@@ -289,7 +290,7 @@ def test_tables_start_at_multiples_of_1024_rows_and_cost_a_bit_per_row() -> None
     assert bitmap.size_bytes == 4 * bitmap.words.numel()
 
 
-def test_words_load_replaces_and_or_adds() -> None:
+def test_or_adds_words() -> None:
     bitmap = bitmap_of({"t": 40})
     bitmap.mark("t", [1, 39])
     words = bitmap.copy_words("t")
@@ -298,8 +299,6 @@ def test_words_load_replaces_and_or_adds() -> None:
 
     bitmap.or_words("t", words)
     assert bitmap.row_ids("t").tolist() == [1, 2, 39]
-    bitmap.load_words("t", torch.from_numpy(words.view(np.int32)))
-    assert bitmap.row_ids("t").tolist() == [1, 39]
 
 
 def test_words_of_another_table_are_refused() -> None:
@@ -308,7 +307,7 @@ def test_words_of_another_table_are_refused() -> None:
     with pytest.raises(BadShape, match=r"\(2,\)"):
         bitmap.or_words("t", np.zeros(3, np.uint32))
     with pytest.raises(BadShape):
-        bitmap.load_words("t", np.zeros(2, np.int64))
+        bitmap.or_words("t", np.zeros(2, np.int64))
     with pytest.raises(BadRowIds, match="past its last row"):
         bitmap.or_words("t", np.array([0, 1 << 8], np.uint32))
 

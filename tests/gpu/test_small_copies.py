@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from cnr_store.errors import BadRowIds, BadShape
 from cnr_store_gpu import RowBitmap, RowRequest, RowTracker, StagingBuffers, gather_rows
-from cnr_store_gpu.host_batch import rows_of_spans
 from cnr_store_gpu.small_copies import SMALL_BYTES, SmallCopies
 from cnr_store_gpu.tables import rows_with_gradient
-from cnr_store_gpu.words import rows_of
+from cnr_store_gpu.words import rows_of, rows_of_spans
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 

@@ -87,7 +87,7 @@ def test_codes_windows_are_one_array() -> None:
 
 def test_a_slot_can_be_coded_and_the_scale_changed_between_gathers() -> None:
     slots = {"weight": rows_of(0, 9, 2), "sum": rows_of(1, 9, 1)[:, 0]}
-    buffers = StagingBuffers(count=1, quantize={"t": LatticeCodes(0.01, tensor="sum")})
+    buffers = StagingBuffers(quantize={"t": LatticeCodes(0.01, tensor="sum")})
     for scale in (0.01, 0.002):
         buffers.quantize["t"] = LatticeCodes(scale, tensor="sum")
         staged = buffers.gather({"t": RowRequest(np.array([8, 0]), slots)})
@@ -98,7 +98,7 @@ def test_a_slot_can_be_coded_and_the_scale_changed_between_gathers() -> None:
 
 
 def test_what_cannot_be_coded_at_all_is_refused_by_the_gather() -> None:
-    buffers = StagingBuffers(count=1, quantize={"t": LatticeCodes(0.1)})
+    buffers = StagingBuffers(quantize={"t": LatticeCodes(0.1)})
 
     with pytest.raises(BadDtype, match="float16 or bfloat16"):
         buffers.gather({"t": RowRequest(np.array([0]), {"weight": torch.ones(2, 2, dtype=torch.int64)})})

@@ -123,7 +123,7 @@ def test_pinned_blocks_are_pinned_and_the_same_for_every_save() -> None:
 
 def test_two_saves_of_a_gpu_are_held_at_a_time() -> None:
     weight = torch.zeros(1000, 8, device="cuda")
-    buffers = StagingBuffers(count=2)
+    buffers = StagingBuffers()
     held = []
     for value in (1, 2):
         weight.fill_(value)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from cnr_store.errors import SaveInProgress
 from cnr_store.integrations.dcp.row_marks import RowMarks, Signature, TakenMarks, local_of, table_of
 from cnr_store.integrations.dcp.tracked_copy import TrackedCopy
 from cnr_store_gpu import RowRequest, RowTracker, Staged, StagingBuffers
@@ -109,11 +108,7 @@ class CnrStager:
             )
             for table, tensors in by_table.items()
         }
-        try:
-            staged = self._buffers.gather(requests, wait=False)
-        except SaveInProgress:  # whoever failed may keep its copies; they are not waited for
-            self._buffers = StagingBuffers()
-            staged = self._buffers.gather(requests)
+        staged = self._buffers.gather(requests)
         weakref.finalize(lease, staged.release)
         return {
             path: TrackedCopy(
