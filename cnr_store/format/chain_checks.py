@@ -12,7 +12,7 @@ import msgspec
 
 from cnr_store.format.limits import MAX_SHIFT_IN_CHAIN
 from cnr_store.format.manifest import recorded_digest
-from cnr_store.format.records import CommitRecord, Manifest, TableSchema
+from cnr_store.format.records import CommitRecord, Manifest, PartEntry, TableSchema
 from cnr_store.types import Rectangle
 
 
@@ -90,12 +90,17 @@ def _check_lives(
 
 def _check_starts(index: int, before: Manifest, after: Manifest) -> Iterator[Contradiction]:
     """Yield parts whose base digest is not the state digest of the segment before, if both are recorded."""
+    changed = [
+        table
+        for table in after.recorded
+        if not _continues(before.parts_of.get(table, ()), after.parts_of.get(table, ()))
+    ]
     whole = {
         (part.table, part.rows, part.columns): part.state_digest
-        for table in after.recorded
+        for table in changed
         for part in before.parts_of.get(table, ())
     }
-    for part in (part for table in after.recorded for part in after.parts_of.get(table, ())):
+    for part in (part for table in changed for part in after.parts_of.get(table, ())):
         old, new = before.tables.get(part.table), after.tables[part.table]
         if part.base_digest is None or old is None or (old.generation, old.shift) != (new.generation, new.shift):
             continue  # After a new shift the same codes are in a finer unit, so their digest differs.
@@ -112,6 +117,14 @@ def _check_starts(index: int, before: Manifest, after: Manifest) -> Iterator[Con
                 f"ends with {end}"
             )
             yield Contradiction(index, message, part.table)
+
+
+def _continues(before: Sequence[PartEntry], after: Sequence[PartEntry]) -> bool:
+    """Return whether a table is in one part that starts from what the same part before ended with: as most are."""
+    if not len(before) == len(after) == 1:
+        return False
+    old, new = before[0], after[0]
+    return (old.rows, old.columns, old.state_digest) == (new.rows, new.columns, new.base_digest)
 
 
 def _rows_before(rows: tuple[int, int], num_rows: int, num_rows_before: int) -> tuple[int, int] | None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import zstandard
 from numcodecs.zstd import Zstd
 
 from cnr_store.errors import BadInput, CorruptStore
-from cnr_store.format.documents import canonical_json
 from cnr_store.format.limits import MAX_MANIFEST_BYTES, MAX_SEPARATORS
 
 _LEVEL = 1
@@ -21,14 +21,15 @@ _LEVEL = 1
 def pack(document: Any) -> bytes:
     """Return the stored bytes of a document.
 
+    A number that is not finite becomes null. Trees have none (`document_tree.encode`), and `write_manifest` parses what
+    it stores, where a number may not be null; to look at each value takes longer than all else that is done here.
+
     Raises
     ------
     BadInput
         As JSON it has more bytes than `MAX_MANIFEST_BYTES`, or more values than readers take (`MAX_SEPARATORS`).
-    ValueError
-        A number is not finite.
     """
-    text = canonical_json(document)
+    text = msgspec.json.encode(document, order="sorted")
     if len(text) > MAX_MANIFEST_BYTES:
         raise BadInput(
             f"a document would have {len(text)} bytes, and readers take at most {MAX_MANIFEST_BYTES}; store less in it",

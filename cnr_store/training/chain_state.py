@@ -45,10 +45,12 @@ class Growing:
 
     def applied_to(self, schemas: Mapping[str, TableSchema]) -> dict[str, TableSchema]:
         """Return stored schemas as the next save will leave them. Pure."""
-        return {
-            name: msgspec.structs.replace(schema, num_rows=self.rows.get(name, schema.num_rows))
-            for name, schema in schemas.items()
+        resized = {
+            name: msgspec.structs.replace(schemas[name], num_rows=rows)
+            for name, rows in self.rows.items()
+            if name in schemas
         }
+        return {**schemas, **resized}
 
     def stage(self, transaction: Transaction, whole: set[str]) -> set[str]:
         """Resize in a delta what is not written ``whole``; returns what a baseline must be given whole."""

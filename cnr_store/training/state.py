@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -33,8 +34,7 @@ INLINE_ELEMENTS = 1
 """Optimizer tensors of at most so many elements (step counters) are stored in the document ``progress/0``."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Optimized:
+class Optimized(msgspec.Struct, frozen=True, eq=False):
     """One parameter of one optimizer, under the model's name for it."""
 
     name: str
@@ -300,9 +300,7 @@ def _wants_other_slots(schema: TableSchema, options: TableOptions) -> bool:
 
 def _row_shape(slot: torch.Tensor, dim: int) -> list[int]:
     """The shape of one row of a slot of the whole table."""
-    if slot.ndim == 1 or slot_kind(slot) == "row":
-        return list(slot.shape[1:])
-    return [dim]
+    return list(slot.shape[1:]) if slot_kind(slot) == "row" else [dim]
 
 
 def _other_state(one: Optimized, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:

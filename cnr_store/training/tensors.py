@@ -42,12 +42,13 @@ def table_dtype_name(tensor: torch.Tensor, name: str) -> TableDtype:
     ------
     BadDtype
     """
-    if tensor.dtype not in _TABLE_DTYPES:
+    found = _TABLE_DTYPES.get(tensor.dtype)
+    if found is None:
         raise BadDtype(
             f"{name} has dtype {tensor.dtype}; tables and their slots are float32, float16 or bfloat16",
             table=name, expected=sorted(_TABLE_DTYPES.values()), found=str(tensor.dtype),
         )  # fmt: skip
-    return _TABLE_DTYPES[tensor.dtype]
+    return found
 
 
 def dense_dtype_name(tensor: torch.Tensor, name: str) -> str:
@@ -138,7 +139,8 @@ def flat_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 def slot_kind(slot: torch.Tensor) -> Literal["row", "element"]:
     """Return whether a slot has one number per row or one per element. Reads the shape only, unlike `flat_rows`."""
-    return "row" if slot.ndim == 1 or slot.shape[1:] == (1,) else "element"
+    shape = slot.shape
+    return "row" if len(shape) == 1 or shape[1:] == (1,) else "element"
 
 
 def writable_array(tensor: torch.Tensor) -> Array | None:

@@ -321,7 +321,8 @@ def root_mean_square(sample: RowSample) -> float:
 
 def keeps_exactness(slot: SlotSchema, bits: SlotBits | None) -> bool:
     """Whether a stored slot is exact just if it is asked to be; how exact it is otherwise stays as it was chosen."""
-    is_exact = slot.encoding == FloatBits(mantissa_bits=EXACT_MANTISSA_BITS[slot.dtype])
+    encoding = slot.encoding
+    is_exact = isinstance(encoding, FloatBits) and encoding.mantissa_bits == EXACT_MANTISSA_BITS[slot.dtype]
     return slot.dtype != "float32" or is_exact == (bits == "exact")
 
 

@@ -302,9 +302,11 @@ class StagedTables:
         self._rows.setdefault(shard, []).append(staged)
 
     def _check_first(self, shard: Shard, *operations: str) -> None:
+        changes, entries = self._rows.get(shard, []), self._parts.entries.get(shard, {})
+        if not changes and not entries and shard not in self._whole:
+            return
         wanted = set(operations)
-        changes = self._rows.get(shard, [])
-        done = {op for staged in changes for op in staged.lists} | set(self._parts.entries.get(shard, {}))
+        done = {op for staged in changes for op in staged.lists} | set(entries)
         if shard in self._whole or (done & wanted if wanted else done):
             raise BadInput(
                 f"table {shard} was written in this transaction already; give its rows at once", table=shard.table
@@ -415,7 +417,7 @@ class StagedTables:
         before = None
         if base is not None and table in base.tables and base.tables[table].generation == schema.generation:
             before = None if self._draft.is_one_shot else mirrors.committed_digest(shard)
-        digest = self._digests.get(shard, self._mirror(shard)[1])
+        digest = self._digests[shard] if shard in self._digests else self._mirror(shard)[1]
         return self._parts.part(shard, schema, before, digest)
 
     def _write_from_mirror(self, shard: Shard) -> None:
