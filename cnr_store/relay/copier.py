@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cnr_store.errors import CorruptStore, MissingObject
+from cnr_store.format import layout
 from cnr_store.format.commit_record import LogEntry
+from cnr_store.format.documents import sha256
+from cnr_store.format.limits import MAX_LISTS_BYTES
 from cnr_store.format.records import ChainEntry, CommitRecord
 from cnr_store.relay.copied_versions import CopiedVersions
-from cnr_store.relay.copying import copy_side_object
 from cnr_store.relay.mirroring import Descent, next_live, segments_to_copy, versions_of_channels
 from cnr_store.relay.report import RelayReport
 from cnr_store.relay.source import RelaySource
 from cnr_store.relay.target import RelayTarget
 from cnr_store.runtime.threads import Throttle
 from cnr_store.segment.copying import copy_segment, has_segment
+from cnr_store.storage import Storage
 
 
 class Copier:
@@ -162,3 +165,24 @@ class Copier:
             if raw.version == bottom:
                 descent.check_meets(head)
             self._target.create_position(raw)
+
+
+def copy_side_object(source: Storage, target: Storage, digest: str, throttle: Throttle) -> None:
+    """Copy the side object with this sha256. Durable when this returns.
+
+    Raises
+    ------
+    MissingObject, CorruptStore
+        The source is damaged.
+    AccessDenied, StorageFailure
+        A request to either failed.
+    """
+    key = layout.state_key(digest)
+    data = source.read_document(key, MAX_LISTS_BYTES)
+    if data is None:
+        raise MissingObject(f"{key} is missing in {source.url}; run `cnr verify` there", path=key)
+    if sha256(data) != digest:
+        raise CorruptStore(f"{key} in {source.url} does not match its name; run `cnr verify` there", path=key)
+    throttle.take(len(data))
+    target.put(key, data)
+    target.sync_folders([key])

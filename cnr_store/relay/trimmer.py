@@ -13,10 +13,10 @@ from cnr_store.log.retention import Holds, RetentionPolicy
 from cnr_store.log.side_objects import delete_found, find_unneeded
 from cnr_store.relay.copied_versions import CopiedVersions
 from cnr_store.relay.copier import Copier
-from cnr_store.relay.copying import delete_segment
 from cnr_store.relay.report import RelayReport
 from cnr_store.relay.target import RelayTarget
 from cnr_store.relay.trimming import plan_trim
+from cnr_store.storage import Storage
 
 _TIDY_EVERY_MS = 86_400_000
 _LEFTOVER_S = 3600.0
@@ -130,3 +130,23 @@ class Trimmer:
                 entry = self._target.read_record(version)
                 leased |= set() if entry is None else {item.seg for item in entry.record.chain}
         return holds, leased
+
+
+def delete_segment(target: Storage, name: str, written_before_ms: int) -> int | None:
+    """Delete a segment's objects, its manifest first, and return their bytes. One listing. May be repeated.
+
+    If it has no manifest and an object newer than ``written_before_ms``, another relay is copying it. Then nothing is
+    deleted, and this returns None.
+
+    Raises
+    ------
+    AccessDenied, StorageFailure
+    """
+    manifest = layout.segment_key(name, layout.MANIFEST)
+    found = list(target.list_objects(layout.segment_prefix(name)))
+    is_whole = any(stat.key == manifest for stat in found)
+    if not is_whole and any((stat.modified_ms or 0) > written_before_ms for stat in found):
+        return None
+    target.delete([manifest])
+    target.delete(stat.key for stat in found if stat.key != manifest)
+    return sum(stat.size_bytes for stat in found)

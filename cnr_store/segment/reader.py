@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.encodings.row_order import out_of_order
 from cnr_store.errors import CorruptObject, CorruptRecord, CorruptStore, MissingObject, TableNotFound
 from cnr_store.format import arrays, layout
 from cnr_store.format.chain_checks import chain_problems, record_problems
@@ -41,6 +40,7 @@ from cnr_store.format.records import (
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.chunk_cache import ChunkCache
 from cnr_store.segment.decoded import ChunkKeeper, Decode, Scratch
+from cnr_store.segment.row_order import out_of_order
 from cnr_store.storage import Storage, object_digest, read_inside, read_verified
 from cnr_store.types import JsonValue, RowIds
 

@@ -234,7 +234,7 @@ class Loader:
             staged=self._queue.staged_version,
             staleness_s=self.staleness_s,
             age_s=max(0.0, (wall_ms() - self._queue.states[0].entry.record.ts_ms) / 1000),
-            checked_s=time.monotonic() - follower.checked_s,
+            checked_s=time.monotonic() - follower.tail.checked_s,
             cursor=follower.cursor_version,
             retries=self._lookups.retries,
             error=None if error is None else f"{type(error).__name__}: {error}",
@@ -418,7 +418,7 @@ class Loader:
                     self._next_look_s = now + self._interval_s  # stands if the look raises
                     self._check_open()
                     self._follower.look(is_patient=True)
-                    failures = self._metrics.failures if self._follower.is_unreachable else 0
+                    failures = self._metrics.failures if self._follower.tail.is_unreachable else 0
                     self._next_look_s = time.monotonic() + pause_s(self._interval_s, failures, random())
                 if self._queue.publisher.merge_due_in_s() == 0:
                     self._queue.merge(wait=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from cnr_store.errors import CnrStoreError, CorruptRecord, VersionNotFound
+from cnr_store.errors import CnrStoreError, VersionNotFound
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.store import Store
 
@@ -32,7 +32,7 @@ class LogTail:
         self.path: list[LogEntry] = []
         self.is_unreachable = False
         self.checked_s = time.monotonic()
-        self.seen = self.read_newest()[0]
+        self.seen = store.internals.log.newest_readable()[0]
 
     def read_news(self, most: int) -> tuple[list[LogEntry], Exception | None]:
         """Return at most ``most`` records after the newest known one, and the error that ended the read.
@@ -52,17 +52,6 @@ class LogTail:
         self.is_unreachable = False
         self.checked_s = time.monotonic()
         return news, None
-
-    def read_newest(self) -> tuple[LogEntry, CorruptRecord | None]:
-        """Return the newest readable record, and the error of a torn one after it; a few GETs.
-
-        A torn newest record was never acknowledged (spec, section 7).
-
-        Raises
-        ------
-        CorruptStore, StorageFailure
-        """
-        return self._store.internals.log.newest_readable()
 
     def see(self, entry: LogEntry) -> bool:
         """Record the newest known record; return whether it is newer than the last one."""

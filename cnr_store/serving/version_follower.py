@@ -56,6 +56,8 @@ class VersionFollower:
     ----------
     errors
         The error of the last poll, and what was logged.
+    tail
+        The newest records that were read.
 
     Raises
     ------
@@ -84,17 +86,7 @@ class VersionFollower:
         self._pinned: int | None = None
         self._wanted: int | None = None
         self._behind_since_ms: int | None = None
-        self._tail = LogTail(store)
-
-    @property
-    def checked_s(self) -> float:
-        """When the newest version was last read, by the monotonic clock."""
-        return self._tail.checked_s
-
-    @property
-    def is_unreachable(self) -> bool:
-        """Whether the last poll could not find the newest record."""
-        return self._tail.is_unreachable
+        self.tail = LogTail(store)
 
     @property
     def staleness_s(self) -> float:
@@ -114,13 +106,13 @@ class VersionFollower:
         began = time.monotonic()
         while True:
             try:
-                version = wanted_version(self._target, self._tail.seen.record)
-                entry = self._tail.entry(version)
+                version = wanted_version(self._target, self.tail.seen.record)
+                entry = self.tail.entry(version)
                 with leased(self._store, version):
                     self._take(entry, Compare())
                 break
             except (CorruptStore, NotFound):
-                if not self._tail.see(self._read_newest()):
+                if not self.tail.see(self._read_newest()):
                     raise
         self._note_wanted()
         self._metrics.load_s = time.monotonic() - began
@@ -162,7 +154,7 @@ class VersionFollower:
 
     def pin(self, version: int) -> None:
         """Go to a version and stay at it until `unpin`; changes nothing if it is refused or cannot be served."""
-        if version > self._tail.seen.record.v:
+        if version > self.tail.seen.record.v:
             self._see(self._read_newest())
         self._go(ServeTarget(version=version), insists=True)
         self._pinned = version
@@ -184,7 +176,7 @@ class VersionFollower:
 
     def _follow(self, *, is_patient: bool) -> bool:
         """Read new records and go to them, one by one; return whether it pauses after a failure."""
-        tail = self._tail
+        tail = self.tail
         news, read_error = tail.read_news(MOST_RECORDS + 1)
         if len(news) > MOST_RECORDS:
             for entry in news:
@@ -219,7 +211,7 @@ class VersionFollower:
 
     def _note_wanted(self) -> None:
         """Note which version should be served, and since when it is not."""
-        seen = self._tail.seen.record
+        seen = self.tail.seen.record
         with suppress(CnrStoreError):
             self._wanted = wanted_version(self._aim, seen)
         if self._wanted == self._queue.view.version:
@@ -232,13 +224,13 @@ class VersionFollower:
             self._cursor.move(self._queue.view.version)
 
     def _read_newest(self) -> LogEntry:
-        entry, torn = self._tail.read_newest()
+        entry, torn = self._store.internals.log.newest_readable()
         if torn is not None:
             self.errors.log(torn, f"version {entry.record.v} is the newest that can be read")
         return entry
 
     def _see(self, entry: LogEntry) -> bool:
-        is_newer = self._tail.see(entry)
+        is_newer = self.tail.see(entry)
         if is_newer and self._behind_since_ms is None:
             with suppress(CnrStoreError):
                 if wanted_version(self._aim, entry.record) != self._queue.view.version:
@@ -250,23 +242,23 @@ class VersionFollower:
         queue = self._queue
         if not queue.waits:
             queue.show()  # does nothing, unless other processes could not be informed before
-        version = wanted_version(target, self._tail.seen.record)
+        version = wanted_version(target, self.tail.seen.record)
         newest = queue.newest
         if version == newest.version:
             return
-        entry = self._tail.entry(version)
+        entry = self.tail.entry(version)
         refusal = self._refusal
         if refusal is not None and not insists and repeats(entry, refusal.entry):
             if entry.record.v > refusal.entry.record.v:
                 refusal.entry = entry
             raise refusal.error
-        plan = plan_between(newest.entry, entry, self._tail.path)
+        plan = plan_between(newest.entry, entry, self.tail.path)
         if isinstance(plan, Same):
             queue.stage_same(entry)
         else:
             with nullcontext() if isinstance(plan, Apply) else leased(self._store, version):
                 self._take(entry, plan, insists=insists)
-        self._tail.forget(version)
+        self.tail.forget(version)
 
     def _take(self, entry: LogEntry, plan: UpdatePlan, *, insists: bool = False) -> None:
         """Read the changes from the newest state to ``entry``, or all rows if there is none, and stage them.

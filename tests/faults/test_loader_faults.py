@@ -207,7 +207,7 @@ def live(world: World, fault: Fault | None, options: dict[str, Any]) -> Process:
     return fs
 
 
-LIVES: list[dict[str, Any]] = [{}, {"publish": "apply", "cursor": "c", "holds": "codes"}]
+LIVES: list[dict[str, Any]] = [{}, {"publish": "apply", "cursor": "c", "kept_as": "codes"}]
 
 
 @pytest.mark.parametrize("options", LIVES, ids=["poll", "apply"])

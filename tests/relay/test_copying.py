@@ -12,7 +12,8 @@ from cnr_store import CorruptStore, Store, TableOptions
 from cnr_store.format.documents import sha256
 from cnr_store.format.layout import MANIFEST, segment_key, state_key
 from cnr_store.format.records import ChainEntry
-from cnr_store.relay.copying import copy_side_object, delete_segment
+from cnr_store.relay.copier import copy_side_object
+from cnr_store.relay.trimmer import delete_segment
 from cnr_store.runtime.threads import Throttle
 from cnr_store.segment.copying import copy_segment, has_segment
 from cnr_store.storage import Storage, storage_from_filesystem

@@ -13,7 +13,6 @@ import numpy.typing as npt
 import pytest
 
 from cnr_store import CorruptStore, Store, TableOptions, verify_store
-from cnr_store.encodings.row_order import into_order, out_of_order
 from cnr_store.format import arrays
 from cnr_store.format.manifest import decode_manifest
 from cnr_store.format.packed import pack
@@ -24,7 +23,7 @@ from cnr_store.segment.codes import array_specs
 from cnr_store.segment.decoded import Scratch
 from cnr_store.segment.groups import GroupShape
 from cnr_store.segment.reader import SegmentReader
-from cnr_store.segment.row_order import LEAST_CODES, order_of
+from cnr_store.segment.row_order import LEAST_CODES, into_order, order_of, out_of_order
 from cnr_store.types import Float32s, Lattice, Rectangle
 from format_spec.reader.compare import compare
 from tests.support import encoding_reference as reference
@@ -313,7 +312,7 @@ def test_the_slot_that_gives_the_order_may_be_damaged_and_is_named(store: Store)
     assert [problem.path for problem in problems] == [path]
 
 
-@pytest.mark.parametrize("way", [{}, {"holds": "codes"}, {"served": "float16"}], ids=str)
+@pytest.mark.parametrize("way", [{}, {"kept_as": "codes"}, {"served": "float16"}], ids=str)
 def test_a_loader_follows_deltas_in_order(store: Store, way: dict[str, Any]) -> None:
     table, every = Table(), np.arange(ROWS)
     with store.writer() as writer:

@@ -1,7 +1,7 @@
 """Check a store against its own digests and references, object by object, past the first error.
 
 A check only reads, and repairs nothing. `report` has the records. `log` reads one commit log, `logs` the others of the
-store. `references` checks what the head names. `checking` reads chains, with `segments` (objects) and `states`
+store. `checking` reads chains, with `segments` (objects) and `states`
 (replay). `whole` finds the newest intact state.
 """
 

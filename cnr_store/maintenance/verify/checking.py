@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
 
-from cnr_store.errors import CorruptStore
+from cnr_store.errors import Conflict, CorruptStore, MissingObject
 from cnr_store.format import layout
 from cnr_store.format.chain_checks import chain_problems, record_problems
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.records import ChainEntry
+from cnr_store.log.expiry import expired_by
+from cnr_store.log.log_reader import LogReader
 from cnr_store.maintenance.verify.log import LogView, distinct_chains
 from cnr_store.maintenance.verify.report import Findings, Problem, ProgressCallback
 from cnr_store.maintenance.verify.segments import check_objects, open_segment
@@ -19,6 +21,9 @@ from cnr_store.maintenance.verify.states import FailedReplay, WrongState, check_
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.reader import SegmentReader, in_chain
 from cnr_store.storage import Storage
+
+MOST_LOOKS = 3
+"""Most attempts of one check. An attempt takes minutes and compacted segments are kept for the grace period."""
 
 
 class Count:
@@ -194,3 +199,24 @@ class ChainChecks:
             "its rows were computed against another state"
         )
         self._findings.add(Problem("corrupt_store", key, versions, message, found.table))
+
+
+def was_overtaken(log: LogReader, findings: Findings) -> bool:
+    """Return whether an object of a version that expired meanwhile is missing: no damage (spec, CNR-GC-12).
+
+    A few GETs if any is missing.
+    """
+    missing = [
+        problem.versions
+        for problem in findings.problems
+        if problem.kind == MissingObject.kind and problem.path.startswith((layout.DATA, layout.STATE))
+    ]
+    return any(expired_by(log, version) is not None for versions in missing for version in versions[-1:])
+
+
+def overtaken(url: str) -> Conflict:
+    """Return the error of a check whose attempts were all disturbed by deletions."""
+    return Conflict(
+        f"other processes compacted and deleted what was read of {url} during each of {MOST_LOOKS} attempts; retry, or "
+        "use a longer grace period for garbage collection"
+    )

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
-from cnr_store.errors import CorruptObject, MissingObject, StorageFailure, VersionExpired, VersionNotFound
+from cnr_store.errors import (
+    CorruptObject,
+    CorruptStore,
+    MissingObject,
+    StorageFailure,
+    VersionExpired,
+    VersionNotFound,
+)
 from cnr_store.format import arrays, layout
 from cnr_store.format.commit_record import is_live
-from cnr_store.format.records import FORMAT, MAJOR, MINOR
-from cnr_store.maintenance.verify.checking import ChainChecks, SegmentReads
-from cnr_store.maintenance.verify.expired import MOST_LOOKS, overtaken, was_overtaken
+from cnr_store.format.records import FORMAT, MAJOR, MINOR, CommitRecord
+from cnr_store.maintenance.verify.checking import MOST_LOOKS, ChainChecks, SegmentReads, overtaken, was_overtaken
 from cnr_store.maintenance.verify.log import LogView, read_log
 from cnr_store.maintenance.verify.logs import Log, other_logs
-from cnr_store.maintenance.verify.references import check_references
 from cnr_store.maintenance.verify.report import Findings, LogReport, Problem, ProgressCallback, VerifyReport
 from cnr_store.runtime.threads import Workers
 from cnr_store.storage import Storage
@@ -166,6 +171,43 @@ def _check_version(store: Store, view: LogView, version: int | None, findings: F
         raise VersionExpired(
             f"version {version} of {store.url} has expired; the floor is {view.head.record.floor}", version=version
         )
+
+
+def check_references(view: LogView, findings: Findings) -> None:
+    """Report names of versions that do not exist, and marked transactions that a live version needs.
+
+    A transaction that only another log needs may be marked here: it may have been marked before that log committed it.
+    Its segment is never deleted, and the next collection removes the mark (spec, CNR-GC-8).
+    """
+    if view.head is None:
+        return
+    head = view.head.record
+    wrong = "; ".join(_dangling(head, set(view.superseded)))
+    if wrong:
+        findings.add(Problem(CorruptStore.kind, view.key(head.v), (), wrong))
+    for segment in sorted(view.users):
+        txn = segment.rpartition("-")[2]
+        if txn in head.aborted:
+            message = (
+                f"the head marks transaction {txn} for deletion, but live versions need its segment; repair this "
+                "before the next garbage collection"
+            )
+            key = layout.segment_key(segment, layout.MANIFEST)
+            findings.add(Problem(CorruptStore.kind, key, view.versions_of(segment), message))
+
+
+def _dangling(head: CommitRecord, superseded: set[int]) -> Iterator[str]:
+    """Yield the names that refer to superseded or expired versions. Pure."""
+    expired = set(head.expired)
+    named = [(f"tag {name!r}", version) for name, version in sorted(head.tags.items())]
+    named += [(f"channel {name!r}", version) for name, version in sorted(head.channels.items())]
+    named += [(f"the pin of branch {pin.name!r}", pin.version) for _, pin in sorted(head.pins.items())]
+    named += [("the list of kept versions", version) for version in head.kept]
+    for what, version in named:
+        if version in superseded:
+            yield f"{what} names version {version}, which does not exist; the head is {head.v}"
+        elif version in expired:
+            yield f"{what} names version {version}, which has expired"
 
 
 def zarr_groups() -> dict[str, bytes]:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from cnr_store.errors import CorruptStore, StorageFailure
 from cnr_store.format import layout
 from cnr_store.format.commit_record import LogEntry, is_live
-from cnr_store.maintenance.verify.checking import ChainChecks
-from cnr_store.maintenance.verify.expired import MOST_LOOKS, overtaken, was_overtaken
+from cnr_store.maintenance.verify.checking import MOST_LOOKS, ChainChecks, overtaken, was_overtaken
 from cnr_store.maintenance.verify.log import LogView, list_positions, read_position, superseded_by, take
 from cnr_store.maintenance.verify.report import Findings, Problem, ProgressCallback
 from cnr_store.runtime.threads import Workers
