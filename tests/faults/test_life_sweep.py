@@ -29,6 +29,7 @@ from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Rectangle
 from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.writer import Writer
+from tests.faults.mortal_rank import Process
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
 from tests.support.life import end_leases, listed, referenced
 from tests.support.ranks import ThreadRank, thread_ranks
@@ -62,24 +63,6 @@ def rows_of(step: int) -> Array:
 def dense_of(steps: Steps) -> Array:
     """A tensor that seldom changes, so that later segments refer to the bytes of earlier ones."""
     return np.asarray([max(step for step in steps if step % 4 == 0), 7], np.float32)
-
-
-class Process:
-    """One rank as a process: it stops talking to the others when its file system says that it is dead."""
-
-    def __init__(self, fs: FaultyFileSystem, rank: ThreadRank) -> None:
-        self.fs = fs
-        self.rank, self.world = rank.rank, rank.world
-        self._inner = rank
-
-    def exchange(self, message: bytes) -> list[bytes]:
-        if self.fs.is_crashed:
-            self._inner.leave()
-            raise SimulatedCrash("this process is dead")
-        return self._inner.exchange(message)
-
-    def another(self) -> Process:
-        return Process(self.fs, self._inner.another())
 
 
 def open_store(fs: Any) -> Store:

@@ -19,36 +19,14 @@ from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Rectangle
 from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.writer import Writer
+from tests.faults.mortal_rank import Process
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
-from tests.support.ranks import ThreadRank, thread_ranks
+from tests.support.ranks import thread_ranks
 
 QUICK = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)
 ROWS, DIM, WORLD, SCALE = 12, 4, 2, 0.25
 OPTIONS = TableOptions(scale=SCALE)
 Array = np.ndarray[Any, Any]
-
-
-class Process:
-    """One rank as a process: it stops talking to the others when its file system says that it is dead."""
-
-    def __init__(self, fs: FaultyFileSystem, rank: ThreadRank) -> None:
-        self.fs = fs
-        self.rank, self.world = rank.rank, rank.world
-        self._inner = rank
-        self.exchanges = 0
-        self.dies_at_exchange: int | None = None
-
-    def exchange(self, message: bytes) -> list[bytes]:
-        self.exchanges += 1
-        if self.exchanges == self.dies_at_exchange:
-            self.fs.is_crashed = True
-        if self.fs.is_crashed:
-            self._inner.leave()
-            raise SimulatedCrash("this process is dead")
-        return self._inner.exchange(message)
-
-    def another(self) -> Process:
-        return Process(self.fs, self._inner.another())
 
 
 def open_store(fs: Any) -> Store:

@@ -7,7 +7,6 @@ have one name; a dropped branch stays dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -23,7 +22,7 @@ from cnr_store.log.commit_log import CommitLog
 from cnr_store.log.rebase import draft_after, draft_init, rebase_data, rebase_expire, rebase_fence
 from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import FaultyFileSystem, SimulatedCrash
-from tests.support.faulty_world import FaultyWorld, restarting
+from tests.support.faulty_world import FaultyWorld, restarting, run_worlds
 from tests.support.schedule import run_schedule
 
 WRITER = WriterInfo(host="h", lib="0.1.0", run_id="r")
@@ -102,16 +101,6 @@ def run_world(seed: int) -> World:
     return world
 
 
-def run_worlds(seeds: Iterable[int]) -> list[World]:
-    worlds = []
-    for seed in seeds:
-        try:
-            worlds.append(run_world(seed))
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
-    return worlds
-
-
 def check(world: World) -> None:
     main = world.log()
     newest = main.latest()
@@ -147,7 +136,7 @@ def entries_of(main: CommitLog, uuid: str) -> list[LogEntry]:
 
 @pytest.mark.parametrize("block", range(8))
 def test_no_interleaving_loses_or_leaks_a_save_of_a_branch(block: int) -> None:
-    worlds = run_worlds(range(25 * block, 25 * block + 25))
+    worlds = run_worlds(run_world, range(25 * block, 25 * block + 25))
 
     # The schedules do collide: branches are forked, written and dropped in the same block.
     assert sum(len(world.forked) for world in worlds) > 25
@@ -159,7 +148,7 @@ def test_no_interleaving_loses_or_leaks_a_save_of_a_branch(block: int) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_none_of_thousands_of_interleavings_does() -> None:
-    run_worlds(range(10_000, 15_000))
+    run_worlds(run_world, range(10_000, 15_000))
 
 
 def test_unpinning_before_closing_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +164,7 @@ def test_unpinning_before_closing_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(branches, "close_branch", wrong_way_round)
 
     with pytest.raises(AssertionError, match="nothing pins"):
-        run_worlds(range(100))
+        run_worlds(run_world, range(100))
 
 
 def test_a_fence_in_the_place_of_an_end_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,11 +175,11 @@ def test_a_fence_in_the_place_of_an_end_is_caught(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(branches, "_close_log", fence)
 
     with pytest.raises(AssertionError, match="nothing pins"):
-        run_worlds(range(100))
+        run_worlds(run_world, range(100))
 
 
 def test_an_end_that_something_may_follow_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cnr_store.log.rebase._check_goes_on", lambda record: None)
 
     with pytest.raises(AssertionError, match="follows the end"):
-        run_worlds(range(100))
+        run_worlds(run_world, range(100))

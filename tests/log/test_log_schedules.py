@@ -6,7 +6,6 @@ the state it was made from, no tag is lost, epochs never go back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -27,7 +26,7 @@ from cnr_store.log.rebase import (
     rebase_tag,
     replace_run,
 )
-from tests.support.faulty_world import FaultyWorld, restarting
+from tests.support.faulty_world import FaultyWorld, restarting, run_worlds
 from tests.support.schedule import run_schedule
 
 WRITER = WriterInfo(host="h", lib="0.1.0", run_id="r")
@@ -145,16 +144,6 @@ def run_world(seed: int) -> World:
     return world
 
 
-def run_worlds(seeds: Iterable[int]) -> list[World]:
-    worlds = []
-    for seed in seeds:
-        try:
-            worlds.append(run_world(seed))
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
-    return worlds
-
-
 def check(world: World) -> None:
     log = world.log()
     newest = log.latest()
@@ -180,7 +169,7 @@ def check(world: World) -> None:
 
 @pytest.mark.parametrize("block", range(8))
 def test_no_interleaving_loses_or_repeats_an_acknowledged_append(block: int) -> None:
-    worlds = run_worlds(range(25 * block, 25 * block + 25))
+    worlds = run_worlds(run_world, range(25 * block, 25 * block + 25))
 
     # The schedules do collide: work is acknowledged, refused and compacted in the same block.
     assert sum(len(world.acknowledged) for world in worlds) > 150
@@ -191,7 +180,7 @@ def test_no_interleaving_loses_or_repeats_an_acknowledged_append(block: int) -> 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_none_of_thousands_of_interleavings_does() -> None:
-    run_worlds(range(10_000, 15_000))
+    run_worlds(run_world, range(10_000, 15_000))
 
 
 def test_a_seed_is_a_schedule() -> None:
@@ -206,7 +195,7 @@ def test_rebasing_over_other_epochs_is_caught(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("cnr_store.log.rebase._check_commutes", lambda draft, record: None)
 
     with pytest.raises(AssertionError):
-        run_worlds(range(100))
+        run_worlds(run_world, range(100))
 
 
 def test_taking_an_unclear_outcome_for_a_failure_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,4 +206,4 @@ def test_taking_an_unclear_outcome_for_a_failure_is_caught(monkeypatch: pytest.M
     monkeypatch.setattr(CommitLog, "_read_back", gives_up)
 
     with pytest.raises(AssertionError, match="refused append"):
-        run_worlds(range(100))
+        run_worlds(run_world, range(100))

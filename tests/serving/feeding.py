@@ -167,6 +167,12 @@ class Sink:
         self.batch = None
 
 
+def filled(**options: Any) -> tuple[Source, SinkFeed, Sink]:
+    """A source with one version, and a feed of it."""
+    source = filled_source()
+    return source, *connected(source, **options)
+
+
 def connected(source: Source, **options: Any) -> tuple[SinkFeed, Sink]:
     sink = Sink(source)
     feed = SinkFeed(source, sink, **options)

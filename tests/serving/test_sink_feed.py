@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from cnr_store.errors import BadInput, Fenced, NonFiniteValues, StorageFailure
 from cnr_store.serving.sinks import PushResult, SinkFeed, SinkState, SinkTable
-from tests.serving.feeding import DIM, Died, Source, connected, filled_source, state
+from tests.serving.feeding import DIM, Died, Source, connected, filled, filled_source, state
 
 
 def test_the_first_push_is_full_and_later_ones_carry_what_changed() -> None:
-    source = filled_source()
-    feed, sink = connected(source)
+    source, feed, sink = filled()
 
     first = feed.push()
     source.publish({"dense": {3: 30.0, 4: None}, "hashed": {5: None, 9: 1.0}})
@@ -40,8 +39,7 @@ def test_nothing_is_pushed_before_the_source_shows_something() -> None:
 
 
 def test_a_sink_that_lagged_gets_the_newest_version_and_each_row_once() -> None:
-    source = filled_source()
-    feed, sink = connected(source)
+    source, feed, sink = filled()
     feed.push()
     for version in range(1, 60):
         source.publish({"dense": {1: float(version), version % 30: float(version)}})
@@ -55,8 +53,7 @@ def test_a_sink_that_lagged_gets_the_newest_version_and_each_row_once() -> None:
 
 
 def test_a_version_without_changed_rows_moves_the_sink() -> None:
-    source = filled_source()
-    feed, sink = connected(source)
+    source, feed, sink = filled()
     feed.push()
     source.publish({})
     assert feed.push() == PushResult(state(1), 0, 0, full=False)
@@ -64,8 +61,7 @@ def test_a_version_without_changed_rows_moves_the_sink() -> None:
 
 
 def test_a_rollback_is_pushed_like_any_version() -> None:
-    source = filled_source()
-    feed, sink = connected(source)
+    source, feed, sink = filled()
     source.publish({"dense": {3: 30.0}, "hashed": {9: 1.0}})
     feed.push()
     source.show(0)
@@ -75,8 +71,7 @@ def test_a_rollback_is_pushed_like_any_version() -> None:
 
 @pytest.mark.parametrize("tells_changes", [True, False])
 def test_a_restarted_feed_goes_on_from_what_the_sink_has(tells_changes: bool) -> None:
-    source = filled_source()
-    feed, sink = connected(source)
+    source, feed, sink = filled()
     feed.push()
     source.publish({"dense": {3: 30.0}})
     source.feeds.clear()
@@ -108,16 +103,14 @@ def test_what_was_told_before_the_sink_was_opened_makes_no_full_push(version_of_
     "other", [state(0, "another"), SinkState("store", "branch", 0, 0), SinkState("store", "", 0, 0, "rows 0 to 9")]
 )
 def test_a_sink_of_another_store_branch_or_choice_of_rows_gets_everything(other: SinkState) -> None:
-    source = filled_source()
-    feed, sink = connected(source)
+    _, feed, sink = filled()
     sink.state, sink.rows = other, {"dense": {29: 5.0, 77: 1.0}}
 
     assert feed.push() == PushResult(state(0), 32, 0, full=True)
 
 
 def test_unknown_changes_and_other_tables_are_full_pushes() -> None:
-    source = filled_source()
-    feed, _ = connected(source)
+    source, feed, _ = filled()
     feed.push()
     source.publish({"dense": {1: 7.0}})
     source.show(1, says_which=False)
@@ -133,8 +126,7 @@ def test_unknown_changes_and_other_tables_are_full_pushes() -> None:
 
 
 def test_versions_published_during_a_full_push_are_in_it() -> None:
-    source = filled_source()
-    feed, _ = connected(source, chunk_rows=4)
+    source, feed, _ = filled(chunk_rows=4)
     for k in range(1, 6):
         source.before_reads.append(
             lambda k=k: source.publish({"dense": {0: 100.0 + k, 29 - k: None}, "hashed": {k: 1.0}})
@@ -147,8 +139,7 @@ def test_versions_published_during_a_full_push_are_in_it() -> None:
 
 
 def test_tables_that_change_during_a_push_begin_it_anew() -> None:
-    source = filled_source()
-    feed, sink = connected(source, chunk_rows=4)
+    source, feed, sink = filled(chunk_rows=4)
 
     def more() -> None:
         source.tables["more"] = SinkTable(DIM, None)
@@ -163,8 +154,7 @@ def test_tables_that_change_during_a_push_begin_it_anew() -> None:
 
 
 def test_a_large_change_goes_in_chunks_and_what_is_left_at_once() -> None:
-    source = filled_source()
-    feed, _ = connected(source, chunk_rows=4, most_rows_at_once=10)
+    source, feed, _ = filled(chunk_rows=4, most_rows_at_once=10)
     feed.push()
     source.publish({"dense": dict.fromkeys(range(25), 2.0)})
     for k in range(5):
@@ -178,8 +168,7 @@ def test_a_large_change_goes_in_chunks_and_what_is_left_at_once() -> None:
 
 
 def test_a_failed_push_loses_no_row_and_stays_a_delta() -> None:
-    source = filled_source()
-    feed, sink = connected(source)
+    source, feed, sink = filled()
     feed.push()
     source.tells_changes = False
     for k, when in enumerate(["before", "after", "before", "after"]):
@@ -198,8 +187,7 @@ def test_a_failed_push_loses_no_row_and_stays_a_delta() -> None:
 
 @pytest.mark.parametrize("full", [True, False])
 def test_a_commit_whose_reply_was_lost_counts(full: bool) -> None:
-    source = filled_source()
-    feed, sink = connected(source)
+    source, feed, sink = filled()
     if not full:
         feed.push()
         source.publish({"dense": {1: 5.0}})
@@ -218,8 +206,7 @@ def test_a_commit_whose_reply_was_lost_counts(full: bool) -> None:
 
 @pytest.mark.parametrize("full", [True, False])
 def test_after_a_lost_reply_only_what_came_later_is_sent(full: bool) -> None:
-    source = filled_source()
-    feed, sink = connected(source)
+    source, feed, sink = filled()
     if not full:
         feed.push()
         source.publish({"dense": {1: 5.0}})
@@ -233,8 +220,7 @@ def test_after_a_lost_reply_only_what_came_later_is_sent(full: bool) -> None:
 
 
 def test_a_full_push_that_fails_is_a_full_push_again() -> None:
-    source = filled_source()
-    feed, sink = connected(source)
+    source, feed, sink = filled()
     feed.push()
     source.publish({"dense": {1: 5.0, 2: 6.0}})
     source.show(0)
@@ -248,8 +234,7 @@ def test_a_full_push_that_fails_is_a_full_push_again() -> None:
 
 
 def test_a_fenced_feed_pushes_no_more() -> None:
-    source = filled_source()
-    feed, sink = connected(source)
+    _, feed, sink = filled()
     sink.fails = {2: ("before", Fenced("taken over"))}
     for _ in range(2):
         with pytest.raises(Fenced):
@@ -262,8 +247,7 @@ def test_a_fenced_feed_pushes_no_more() -> None:
 
 @pytest.mark.parametrize("loses", ["all", "newest"])
 def test_an_idle_feed_finds_out_that_its_sink_lost_rows(loses: str) -> None:
-    source = filled_source()
-    feed, sink = connected(source, check_interval_s=0.01)
+    source, feed, sink = filled(check_interval_s=0.01)
     feed.push()
     source.publish({"dense": {1: 5.0}})
     feed.push()
@@ -303,8 +287,7 @@ def test_an_idle_feed_that_was_taken_over_ends() -> None:
 
 
 def test_a_sink_that_is_away_costs_bounded_memory_and_gets_everything() -> None:
-    source = filled_source()
-    feed, sink = connected(source, most_waiting_keys=100)
+    source, feed, sink = filled(most_waiting_keys=100)
     feed.push()
     most = 0
     for version in range(1, 200):  # keys come and go, and none of them comes twice
@@ -320,8 +303,7 @@ def test_a_sink_that_is_away_costs_bounded_memory_and_gets_everything() -> None:
 
 
 def test_an_error_of_a_foreign_sink_is_a_storage_failure_without_its_text() -> None:
-    source = filled_source()
-    feed, sink = connected(source)
+    _, feed, sink = filled()
     sink.fails = {2: ("before", Died("password=hunter2"))}
     with pytest.raises(StorageFailure, match="Died") as caught:
         feed.push()
@@ -331,8 +313,7 @@ def test_an_error_of_a_foreign_sink_is_a_storage_failure_without_its_text() -> N
 
 def test_a_source_that_never_tells_is_an_error_not_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cnr_store.serving.sinks.sink_feed._NOTICE_TIMEOUT_S", 0.01)
-    source = filled_source()
-    feed, sink = connected(source)
+    source, feed, sink = filled()
     feed.push()
     source.publish({"dense": {1: 5.0}})
     source.feeds.clear()
@@ -344,8 +325,7 @@ def test_a_source_that_never_tells_is_an_error_not_a_mixture(monkeypatch: pytest
 
 
 def test_metrics_tell_what_is_behind_and_why() -> None:
-    source = filled_source()
-    feed, sink = connected(source)
+    source, feed, sink = filled()
     empty = feed.metrics()
     feed.push()
     done = feed.metrics()
@@ -394,8 +374,7 @@ def test_after_any_life_each_commit_was_one_version_whole(
     life: list[tuple[str, object]], sizes: tuple[int, int]
 ) -> None:
     # `Sink.commit` compares all rows with the version that it is told.
-    source = filled_source()
-    feed, sink = connected(source, chunk_rows=sizes[0], most_rows_at_once=sizes[1])
+    source, feed, sink = filled(chunk_rows=sizes[0], most_rows_at_once=sizes[1])
     for step, what in life:
         if step == "publish":
             source.publish(what)  # type: ignore[arg-type]  # the strategies above say which is which

@@ -106,3 +106,14 @@ def restarting(
                     raise
 
     return actor
+
+
+def run_worlds(run_world: Callable[[int], World], seeds: Iterable[int]) -> list[World]:
+    """Run a world for each seed; an AssertionError names the seed."""
+    worlds = []
+    for seed in seeds:
+        try:
+            worlds.append(run_world(seed))
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+    return worlds

@@ -6,6 +6,7 @@ sees is exactly one committed state.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -117,6 +118,20 @@ def sweep(
             for delay in delays if kind is FaultKind.DELAYED_PUT else (0,):
                 fault = Fault(kind, call.index, calls=calls_hit, delay_calls=delay)
                 _run_once(scenario, prepared.fork(), fault, f"{call.operation} {call.path}", report)
+    return report
+
+
+def survived(scenario: Scenario, faults: Iterable[FaultKind] = ALL_FAULTS, **options: Any) -> SweepReport:
+    """Return the report of a `sweep` without a failure, and print it.
+
+    Raises
+    ------
+    AssertionError
+        A check did not hold; the text lists which.
+    """
+    report = sweep(scenario, faults, **options)
+    sys.stdout.write(f"{report}\n")
+    assert not report.failures, str(report)
     return report
 
 

@@ -10,13 +10,6 @@ import pytest
 
 from cnr_store import Store
 from tests.tools.cli_runner import cnr
-from tests.tools.sample_store import build_store
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    build_store(tmp_path / "store").close()
-    return tmp_path / "store"
 
 
 def save_on_branch(root: Path, name: str, step: int) -> None:

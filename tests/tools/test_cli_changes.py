@@ -15,15 +15,8 @@ import pytest
 
 from cnr_store import Store
 from tests.tools.cli_runner import cnr
-from tests.tools.sample_store import build_store
 
 PROGRAM = str(Path(sys.executable).with_name("cnr"))
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    build_store(tmp_path / "store").close()
-    return tmp_path / "store"
 
 
 def save(root: Path, step: int) -> None:

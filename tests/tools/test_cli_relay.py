@@ -23,12 +23,6 @@ DOCS = (Path(__file__).resolve().parents[2] / "docs" / "relay.md").read_text()
 PROGRAM = str(Path(sys.executable).with_name("cnr"))
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    build_store(tmp_path / "store").close()
-    return tmp_path / "store"
-
-
 def save(root: Path, step: int) -> int:
     with Store.open(str(root), fsync=False) as store, store.writer() as writer:
         writer.restore()

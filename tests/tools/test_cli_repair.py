@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools.cli_runner import cnr
-from tests.tools.sample_store import build_store, flip, object_files
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    build_store(tmp_path / "store").close()
-    return tmp_path / "store"
+from tests.tools.sample_store import flip, object_files
 
 
 def tear_newest(root: Path) -> None:

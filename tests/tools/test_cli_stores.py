@@ -9,13 +9,6 @@ import pytest
 from cnr_store import Store, segment_sizes
 from tests.support.servers import web_server
 from tests.tools.cli_runner import cnr
-from tests.tools.sample_store import build_store
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    build_store(tmp_path / "store").close()
-    return tmp_path / "store"
 
 
 def test_init_makes_a_store(tmp_path: Path) -> None:

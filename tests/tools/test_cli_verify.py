@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from cnr_store import Store, repair_store
 from tests.tools.cli_runner import cnr
-from tests.tools.sample_store import build_store, flip, key_of
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    build_store(tmp_path / "store").close()
-    return tmp_path / "store"
+from tests.tools.sample_store import flip, key_of
 
 
 def test_sound_store_ends_with_zero(root: Path) -> None:

@@ -96,7 +96,7 @@ from cnr_store_tools.demo.model import SmallDLRM
 from run_config import demo_config
 from cnr_store_tools.demo.traffic import generate_clicks
 from cnr_store_tools.demo.train import make_optimizers, train_step
-config = demo_config()
+config = demo_config(steps=24)
 torch.set_num_threads(config.num_threads)
 log = generate_clicks(config.traffic)
 model = SmallDLRM(config.model_config(log))

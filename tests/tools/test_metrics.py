@@ -15,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from cnr_store import CorruptStore, HeadStatus, LastMaintenance, Store, StoreStatus, read_status
 from cnr_store_tools.metrics import StoreCollector, metrics_text, status_metrics, write_metrics
 from tests.tools.cli_runner import cnr
-from tests.tools.sample_store import build_store
 
 Samples = dict[tuple[str, str | None], float]
 
@@ -32,12 +31,6 @@ LAST = LastMaintenance(
     pending_delete_bytes=10,
     orphans=1,
 )
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    build_store(tmp_path / "store").close()
-    return tmp_path / "store"
 
 
 def samples(text: str) -> Samples:
