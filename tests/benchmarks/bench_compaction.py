@@ -16,7 +16,7 @@ from typing import Any
 
 import harness
 import numpy as np
-from drifting import DIM, TABLE, DriftingTable, decompress, stored_bytes
+from drifting import DIM, TABLE, DriftingTable, decompress, saves, stored_bytes
 
 from cnr_store import Store, TableOptions
 from cnr_store.encodings import row_kernels
@@ -38,12 +38,7 @@ def write_stores(folder: Path, rows: int, bits: AffineBits) -> None:
     table = DriftingTable(rows, share=SHARE)
     options = TableOptions(bits=bits)
     with Store.create(str(folder / "store"), fsync=False) as store, store.writer() as writer:
-        with writer.begin(0, "baseline") as txn:
-            txn.write_table(TABLE, table.values, options=options)
-        for step in range(1, DELTAS + 1):
-            changed = table.step()
-            with writer.begin(step) as txn:
-                txn.write_rows(TABLE, changed, table.values[changed])
+        list(saves(writer, table, options, DELTAS))
         scale = float(store.snapshot().tables[TABLE].encoding.scale)  # type: ignore[union-attr]
     with (
         Store.create(str(folder / "fresh"), fsync=False) as store,

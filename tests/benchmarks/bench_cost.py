@@ -208,10 +208,10 @@ def report_place(report: harness.Report, where: str, costs: Costs) -> None:
     gigabytes = costs.trainee_bytes / GB
     rows: list[list[harness.Cell]] = []
     for name, kept in costs.saves.items():
-        cpu_s = _median(kept, "cpu_s")
+        cpu_s = median(kept, "cpu_s")
         rows.append([
-            name, _median(kept, "size_bytes") / 1e6, _spread(kept, "stall_s"), _spread(kept, "done_s"), cpu_s,
-            max(0.0, cpu_s - _median(kept, "stall_cpu_s")), cpu_s / gigabytes,
+            name, median(kept, "size_bytes") / 1e6, _spread(kept, "stall_s"), _spread(kept, "done_s"), cpu_s,
+            max(0.0, cpu_s - median(kept, "stall_cpu_s")), cpu_s / gigabytes,
             cpu_s / gigabytes / costs.touched[name], max(one.peak_bytes for one in kept) / 1e6,
         ])  # fmt: skip
         report.timings(f"{where}: save, {name}", harness.Timings(*_columns(kept, "done_s", "cpu_s")))
@@ -219,9 +219,9 @@ def report_place(report: harness.Report, where: str, costs: Costs) -> None:
     report.table(f"Saves, {where}: {gigabytes:.3f} GB of tensors", SAVE_COLUMNS, rows, NOTE)
     rows = []
     for name, kept in costs.loads.items():
-        cpu_s = _median(kept, "cpu_s")
+        cpu_s = median(kept, "cpu_s")
         rows.append([
-            name, _median(kept, "size_bytes") / 1e6, _spread(kept, "done_s"), cpu_s, cpu_s / gigabytes,
+            name, median(kept, "size_bytes") / 1e6, _spread(kept, "done_s"), cpu_s, cpu_s / gigabytes,
             max(one.peak_bytes for one in kept) / 1e6,
         ])  # fmt: skip
         report.timings(f"{where}: load, {name}", harness.Timings(*_columns(kept, "done_s", "cpu_s")))
@@ -296,7 +296,7 @@ def _fastest(costs: dict[str, list[Cost]]) -> float:
     return max(cost.size_bytes / cost.done_s for cost in kept) / 1e6
 
 
-def _median(kept: Sequence[Cost], what: str) -> float:
+def median(kept: Sequence[Cost], what: str) -> float:
     return float(statistics.median(getattr(one, what) for one in kept))
 
 

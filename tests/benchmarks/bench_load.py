@@ -21,7 +21,7 @@ from typing import Any
 import harness
 import numpy as np
 import torch
-from drifting import DIM, TABLE, DriftingTable, decompress, stored_bytes
+from drifting import DIM, TABLE, DriftingTable, decompress, saves, stored_bytes
 from safetensors.torch import load_file, save_file
 
 from cnr_store import CompactionPolicy, Store, TableOptions
@@ -47,12 +47,7 @@ def write_store(url: str, table: DriftingTable, bits: Any, options: Mapping[str,
     """Write baseline and deltas, and compact them; returns the bits per element of the codes."""
     with Store.create(url, fsync=False, storage_options=options) as store:
         with store.writer() as writer:
-            with writer.begin(0, "baseline") as txn:
-                txn.write_table(TABLE, table.values, options=TableOptions(bits=bits))
-            for step in range(1, DELTAS + 1):
-                changed = table.step()
-                with writer.begin(step) as txn:
-                    txn.write_rows(TABLE, changed, table.values[changed])
+            list(saves(writer, table, TableOptions(bits=bits), DELTAS))
         while len(store.snapshot().readers) > 1:
             compact_run(store, policy=CompactionPolicy(max_chain=1))
         manifest = store.snapshot().manifests[-1]

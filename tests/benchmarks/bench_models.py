@@ -7,13 +7,12 @@ as many elements in one table. The disk is synced by everybody. Objects are file
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import harness
-from bench_cost import Cost, measured
+from bench_cost import Cost, measured, median
 from models import BenchModel, add_model_option, equal_tables, named_model
 from peers import Cnr, TorchSave
 from places import Place, local_disk
@@ -84,9 +83,9 @@ def report_models(report: harness.Report, models: Sequence[BenchModel], found: d
         saves = found[model.name]
         rows.append([
             model.name, len(model.tables), model.elements / 1e6,
-            _median(saves.peer, "done_s"), _median(saves.full, "stall_s"), _median(saves.full, "done_s"),
-            _median(saves.full, "cpu_s"), saves.objects[0], saves.metadata_bytes[0] / 1e3,
-            1e3 * _median(saves.delta, "stall_s"), _median(saves.delta, "done_s"), _median(saves.delta, "cpu_s"),
+            median(saves.peer, "done_s"), median(saves.full, "stall_s"), median(saves.full, "done_s"),
+            median(saves.full, "cpu_s"), saves.objects[0], saves.metadata_bytes[0] / 1e3,
+            1e3 * median(saves.delta, "stall_s"), median(saves.delta, "done_s"), median(saves.delta, "cpu_s"),
             saves.objects[1], saves.metadata_bytes[1] / 1e3,
         ])  # fmt: skip
     report.table(
@@ -116,10 +115,6 @@ def _files(url: str) -> dict[str, int]:
 
 def _json_bytes(files: dict[str, int]) -> int:
     return sum(size for path, size in files.items() if ".json" in path)
-
-
-def _median(costs: Sequence[Cost], what: str) -> float:
-    return float(statistics.median(getattr(one, what) for one in costs))
 
 
 def main() -> None:

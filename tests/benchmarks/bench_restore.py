@@ -14,7 +14,7 @@ from typing import Any
 import harness
 import numpy as np
 import torch
-from drifting import DIM, TABLE, DriftingTable, decode_ranges, decompress, stored_bytes
+from drifting import DIM, TABLE, DriftingTable, decode_ranges, decompress, saves, stored_bytes
 from safetensors.torch import load_file, save_file
 
 from cnr_store import Store, TableOptions
@@ -33,12 +33,7 @@ def write_store(folder: Path, rows: int, bits: AffineBits) -> None:
     """Write baseline, deltas and the same table as a safetensors file."""
     table = DriftingTable(rows)
     with Store.create(str(folder / "store"), fsync=False) as store, store.writer() as writer:
-        with writer.begin(0, "baseline") as txn:
-            txn.write_table(TABLE, table.values, options=TableOptions(bits=bits))
-        for step in range(1, DELTAS + 1):
-            changed = table.step()
-            with writer.begin(step) as txn:
-                txn.write_rows(TABLE, changed, table.values[changed])
+        list(saves(writer, table, TableOptions(bits=bits), DELTAS))
     save_file({TABLE: torch.from_numpy(table.values)}, folder / "table.safetensors")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from cnr_store import TableOptions, Writer
 from cnr_store.encodings import digest, kernels, row_kernels
 from cnr_store.format import arrays
 from cnr_store.format.records import ArrayEntry
@@ -60,6 +62,18 @@ class DriftingTable:
             self._random.standard_normal(dtype=np.float32, out=made[start:stop])
             made[start:stop] *= np.float32(width)
         return made
+
+
+def saves(writer: Writer, table: DriftingTable, options: TableOptions, deltas: int) -> Iterator[int]:
+    """Write a baseline and so many deltas, each when it is asked for; yields the version of each."""
+    with writer.begin(0, "baseline") as txn:
+        txn.write_table(TABLE, table.values, options=options)
+    yield writer.head.record.v
+    for step in range(1, deltas + 1):
+        changed = table.step()
+        with writer.begin(step) as txn:
+            txn.write_rows(TABLE, changed, table.values[changed])
+        yield writer.head.record.v
 
 
 class BareWriter:

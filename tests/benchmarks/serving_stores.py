@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from drifting import TABLE, DriftingTable
+from drifting import DriftingTable, saves
 from partners import Told
 
 from cnr_store import Store, TableOptions
@@ -50,14 +50,8 @@ def publish(
 def _saves(url: str, rows: int, deltas: int, storage_options: Mapping[str, Any] | None) -> Iterator[tuple[int, float]]:
     table = DriftingTable(rows, share=DELTA_SHARE)
     with Store.create(url, storage_options=storage_options) as store, store.writer() as writer:
-        with writer.begin(0, "baseline") as txn:
-            txn.write_table(TABLE, table.values, options=TableOptions(bits=BITS))
-        yield writer.head.record.v, time.monotonic()
-        for step in range(1, deltas + 1):
-            changed = table.step()
-            with writer.begin(step) as txn:
-                txn.write_rows(TABLE, changed, table.values[changed])
-            yield writer.head.record.v, time.monotonic()
+        for version in saves(writer, table, TableOptions(bits=BITS), deltas):
+            yield version, time.monotonic()
 
 
 def write_steps(told: Told, url: str) -> None:
