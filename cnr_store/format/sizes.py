@@ -79,6 +79,16 @@ def segment_sizes(manifest: Manifest, *, segment_bytes: int | None = None) -> Se
     return SegmentSizes(**found)
 
 
+def array_bytes(manifest: Manifest) -> dict[str, int]:
+    """Return the stored bytes of the chunks of each array of row lists, by its path. Pure, no I/O."""
+    found = {array.path: 0 for array in manifest.arrays}
+    for entry in manifest.objects:
+        array, mark, _ = entry.path.rpartition("/c/")
+        if mark and array in found:
+            found[array] += entry.size
+    return found
+
+
 def total_sizes(sizes: Iterable[SegmentSizes]) -> SegmentSizes:
     """Return the sum by kind. Pure."""
     total = dict.fromkeys((field.name for field in fields(SegmentSizes)), 0)

@@ -128,6 +128,11 @@ def rows_since(readers: Sequence[ChunkReader], table: str, schema: TableSchema) 
     ``schema`` is the table's final one; rows beyond its size are not returned. A row that a resize removed and a later
     one added again is returned too. Reads row ids only.
     """
+    return change_since(readers, table, schema).row_ids(Inline())[0]
+
+
+def change_since(readers: Sequence[ChunkReader], table: str, schema: TableSchema) -> RowChange:
+    """Return which rows of a table the segments after the first one changed; see `rows_since`. Pure, no I/O."""
     life = [reader for reader in readers[1:] if _has_generation(reader, table, schema)]
     start = stop = 0
     if _has_generation(readers[0], table, schema) and schema.keys == "dense":
@@ -135,8 +140,7 @@ def rows_since(readers: Sequence[ChunkReader], table: str, schema: TableSchema) 
         start = min((reader.manifest.tables[table].num_rows for reader in life), default=before)
         stop = min(before, schema.num_rows)
     chunks = tuple(_chunks(life, table, is_new=False))
-    size = schema.num_rows if schema.keys == "dense" else None
-    return RowChange(chunks, start, stop, size).row_ids(Inline())[0]
+    return RowChange(chunks, start, stop, schema.num_rows if schema.keys == "dense" else None)
 
 
 def _has_generation(reader: ChunkReader, table: str, schema: TableSchema) -> bool:

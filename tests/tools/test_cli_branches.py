@@ -48,6 +48,7 @@ def test_commands_on_a_branch_read_and_change_that_branch_alone(root: Path, tmp_
 
     assert [item["kind"] for item in log["records"]] == ["channel", "tag", "delta", "fence", "fork"]
     assert log["records"][2]["tags"] == ["best"]
+    assert log["records"][-1]["name"] == "trial"
     assert cnr("show", root, "--tag", "best").code == 3
     assert cnr("show", root, "--tag", "best", "--branch", "trial", "--json").document["step"] == 77
     assert cnr("rollback", root, 0, "--branch", "trial", "--json").document["step"] == 40

@@ -7,11 +7,36 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 Report = Callable[[str, int, int], None]
 """Called as (stage, done, total)."""
+
+
+_COUNTED = ("records", "states", "expire", "segments", "tasks")
+"""Stages that count things; all others count bytes."""
+
+
+class _Amount(ProgressColumn):
+    """How much is done: megabytes, or a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bytes, self._count = DownloadColumn(), MofNCompleteColumn()
+
+    def render(self, task: Task) -> Text:
+        """Return the column's text."""
+        return (self._count if task.description in _COUNTED else self._bytes).render(task)
 
 
 class _Remaining(TimeRemainingColumn):
@@ -23,13 +48,12 @@ class _Remaining(TimeRemainingColumn):
 
 
 @contextmanager
-def progress_bars(*, in_bytes: bool = True) -> Iterator[Report]:
+def progress_bars() -> Iterator[Report]:
     """Yield a function that draws one bar per stage; without a terminal it draws nothing."""
     if not sys.stderr.isatty():
         yield _silent
         return
-    amounts = DownloadColumn() if in_bytes else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), amounts, _Remaining())
+    columns = (TextColumn("{task.description}"), BarColumn(), _Amount(), _Remaining())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks = {}
 

@@ -107,7 +107,7 @@ def compaction_text(report: CompactionReport) -> str:
         case "nothing":
             return f"nothing to compact; {chain}"
         case "planned":
-            return f"would compact {about}"
+            return f"would compact {about}; about {size_text(report.estimated_bytes)}{_growth(report)}"
         case "committed":
             reused = f", {report.reused_tasks} of {report.tasks} tasks were done before" if report.reused_tasks else ""
             return (
@@ -122,7 +122,7 @@ def compaction_text(report: CompactionReport) -> str:
 
 def _growth(report: CompactionReport) -> str:
     """Return a warning if the result has more bytes than what it was made of, else nothing."""
-    more = report.bytes_out - report.bytes_in
+    more = max(report.bytes_out, report.estimated_bytes) - report.bytes_in
     if more <= 0:
         return ""
     return f"; that is {size_text(more)} more than before: it restores in fewer reads, but saves no space"

@@ -21,6 +21,7 @@ from cnr_store.format.records import ChainEntry, Manifest, SegmentKind
 from cnr_store.log.author import writer_info
 from cnr_store.log.rebase import draft_after, rebase_compact, replace_run
 from cnr_store.maintenance.compaction.engines import Bench, Engine, FinishedTask, Job, check_engine, run_tasks
+from cnr_store.maintenance.compaction.estimate import estimate_bytes
 from cnr_store.maintenance.compaction.lease import (
     HeldLease,
     LeasePlace,
@@ -67,6 +68,8 @@ class CompactionReport(ShownReport):
         Number of tasks of the run, and how many of them an earlier compaction had finished.
     bytes_in, bytes_out, rows_in, rows_out
         Size of the run, and of the segment that replaced it (0 unless committed).
+    estimated_bytes
+        About the size of what the run would become; only of a dry run, else 0.
     seconds
         Wall time.
     chain_before, chain_after
@@ -87,6 +90,7 @@ class CompactionReport(ShownReport):
     bytes_out: int = 0
     rows_in: int = 0
     rows_out: int = 0
+    estimated_bytes: int = 0
     seconds: float = 0.0
     chain_before: int = 0
     chain_after: int = 0
@@ -150,6 +154,8 @@ def compact_run(
     if chosen is not None:
         try:
             plan = _plan(store, head, chosen)
+            if dry_run:
+                size_bytes = estimate_bytes(plan.readers, plan.run, store.internals.workers)
         except MissingObject:
             if store.head().record.chain == head.record.chain:
                 raise
@@ -157,7 +163,7 @@ def compact_run(
             report = replace(report, outcome="abandoned", reason="the chain was replaced while it was read")
             return replace(report, seconds=time.monotonic() - started)
         if dry_run:
-            report = plan.describe(report, "planned")
+            report = replace(plan.describe(report, "planned"), estimated_bytes=size_bytes)
         else:
             options = _WorkOptions(
                 engine, workers, bytes_per_s, _is_over(started, deadline_s), progress or _say_nothing

@@ -30,7 +30,7 @@ def verify(
     """Read the log and every object, and list all damage. Exit code 1 if there is any."""
     if every and version is not None:
         raise BadInput("give --version or --all, not both")
-    with open_store(url, storage_option, branch) as store, progress_bars(in_bytes=not deep) as progress:
+    with open_store(url, storage_option, branch) as store, progress_bars() as progress:
         report = verify_store(store, version=version, every=every, deep=deep, progress=progress)
     emit({"is_sound": report.is_sound, **to_document(report)}, verify_parts(report), as_json=json)
     if not report.is_sound:
@@ -45,7 +45,7 @@ def repair(
     json: Json = False,
 ) -> None:
     """Make the newest undamaged state the head. Stop writers first. Deletes nothing. Exit code 1: dry run has work."""
-    with open_store(url, storage_option, branch) as store, progress_bars(in_bytes=False) as progress:
+    with open_store(url, storage_option, branch) as store, progress_bars() as progress:
         report = repair_store(store, dry_run=dry_run, progress=progress)
     emit(to_document(report), repair_parts(report), as_json=json)
     if report.target is None or (report.is_dry_run and report.actions):

@@ -107,7 +107,7 @@ def compact(
 ) -> None:
     """Merge deltas until restores are fast enough; writers continue. Exit code 9 if the budget ended it."""
     policy = CompactionPolicy(max_chain=max_chain, max_restore_ratio=max_restore_ratio, fanout=fanout)
-    with open_store(url, storage_option, branch) as store, progress_bars(in_bytes=False) as progress:
+    with open_store(url, storage_option, branch) as store, progress_bars() as progress:
         reports = compact_store(
             store, policy=policy, engine=_engine(engine), workers=workers,
             bytes_per_s=optional_size(bandwidth, "--bandwidth"),
@@ -146,7 +146,7 @@ def gc(
 ) -> None:
     """Expire versions and delete unneeded data of the store and its branches. A dry run explains each decision."""
     policy = _retention(keep_last, keep_within, keep_every, keep_best)
-    with open_store(url, storage_option) as store, progress_bars(in_bytes=False) as progress:
+    with open_store(url, storage_option) as store, progress_bars() as progress:
         report = collect_garbage(
             store, policy=policy, grace_s=parse_duration(grace, "--grace"),
             orphan_age_s=parse_duration(orphan_age, "--orphan-age"), dry_run=dry_run, force=force,
@@ -183,7 +183,7 @@ def maintain_(
     """Compact, expire and delete in the store and its branches; run it from cron. Exit code 9: more to do."""
     policy = CompactionPolicy(max_chain=max_chain, max_restore_ratio=max_restore_ratio, fanout=fanout)
     retention = _retention(keep_last, keep_within, keep_every, keep_best)
-    with open_store(url, storage_option) as store, progress_bars(in_bytes=False) as progress:
+    with open_store(url, storage_option) as store, progress_bars() as progress:
         collector = None if metrics_file is None else _collector(store, 0.0)
         try:
             report = maintain(

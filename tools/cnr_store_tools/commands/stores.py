@@ -77,14 +77,17 @@ def _records(store: Store, limit: int | None) -> list[Document]:
     records = []
     for record in store.log(limit=limit):
         saved = record.chain[-1] if record.kind in ("baseline", "delta") and record.chain else None
-        pin = head.pins.get(record.name) if record.kind == "fork" and record.name is not None else None
+        name = record.name
+        if record.kind == "fork" and name is not None:  # the uuid of a branch; at position 0 its own
+            pin = head.pins.get(name)
+            name = store.branch if record.v == 0 else name if pin is None else pin.name
         records.append(
             {
                 "version": record.v, "kind": record.kind, "step": record.step, "checkpoint": record.checkpoint,
                 "time_ms": record.ts_ms, "epoch": record.epoch, "chain_length": len(record.chain),
                 "writer": record.writer.host, "segment": None if saved is None else saved.seg,
                 "size_bytes": None if saved is None else saved.bytes, "rows": None if saved is None else saved.rows,
-                "name": record.name if pin is None else pin.name, "target": record.target, "user": record.user,
+                "name": name, "target": record.target, "user": record.user,
                 **_names(head.tags, head.channels, record.v),
             }
         )  # fmt: skip
