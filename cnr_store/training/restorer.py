@@ -30,7 +30,6 @@ from cnr_store.training.matching import Resize
 from cnr_store.training.options import SavePolicy
 from cnr_store.training.reader import Redistribute, resume, stored_reader_state
 from cnr_store.training.restoring import (
-    Loaded,
     Targets,
     apply_dense,
     check_resizable,
@@ -42,6 +41,7 @@ from cnr_store.training.restoring import (
 from cnr_store.training.rng import restore_rng
 from cnr_store.training.saver import Saver
 from cnr_store.training.schedule import TrainingPosition
+from cnr_store.training.tensors import Array
 from cnr_store.training.training_writer import TakeOver
 from cnr_store.types import RowIds, SlotsRule
 from cnr_store.write.policy import CheckpointSize
@@ -85,7 +85,7 @@ class RestoreRequest:
 class _ReadState:
     """What a restore reads before the tables, and where those go."""
 
-    dense: Loaded
+    dense: Mapping[str, Array]
     reader_state: Any
     rng: dict[str, Any] | None
     sizes: list[CheckpointSize]

@@ -6,7 +6,7 @@ Everything but the tables is read into host memory before the first tensor is wr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,16 +24,9 @@ from cnr_store.training.tensors import Array, as_array, as_tensor, windows, writ
 from cnr_store.types import Rectangle, SlotsRule
 
 
-@dataclass(slots=True)
-class Loaded:
-    """What was read before anything is written: dense tensors and optimizer state."""
-
-    dense: dict[str, Array] = field(default_factory=dict)
-
-
-def read_dense(snapshot: Snapshot, plan: RestorePlan) -> Loaded:
-    """Read every dense tensor of a plan into host memory. Blocks."""
-    return Loaded({name: snapshot.read_dense(name) for name in (*plan.dense, *plan.optimizer_dense)})
+def read_dense(snapshot: Snapshot, plan: RestorePlan) -> dict[str, Array]:
+    """Read every dense tensor of a plan, optimizer state among them, into host memory. Blocks."""
+    return {name: snapshot.read_dense(name) for name in (*plan.dense, *plan.optimizer_dense)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,14 +109,14 @@ def finish_tables(
 @torch.no_grad()
 def apply_dense(
     plan: RestorePlan,
-    loaded: Loaded,
+    dense: Mapping[str, Array],
     entries: Mapping[str, DenseEntry],
     state: StatePlan,
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
     """Put dense tensors, step counters and hyperparameters in place; no I/O."""
     for name, tensor in plan.dense.items():
-        tensor.copy_(as_tensor(loaded.dense[name], entries[name].dtype).reshape(tensor.shape))
+        tensor.copy_(as_tensor(dense[name], entries[name].dtype).reshape(tensor.shape))
     for one in state.optimized:
         document = plan.optimizer_documents[one.optimizer]
         if document is None:
@@ -133,7 +126,7 @@ def apply_dense(
             continue  # it was stepped inside backward, or not at all: there is nothing to put back
         _put_inline(one, document.state.get(stored, {}), plan, optimizers[one.optimizer])
     for name, (one, key) in plan.optimizer_dense.items():
-        value = as_tensor(loaded.dense[name], entries[name].dtype)
+        value = as_tensor(dense[name], entries[name].dtype)
         optimizer = optimizers[one.optimizer]
         _put_tensor(optimizer.state[one.parameter], key, value, one.parameter, optimizer.param_groups[one.group])
     for shard, scalars in plan.fused:

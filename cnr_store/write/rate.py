@@ -193,6 +193,3 @@ def known_bits(stored: Mapping[str, int], table: str, expected: float) -> Affine
     """Return the width that a table's scale is for: as a checkpoint says, else what ``expected`` restores ask for."""
     found = stored.get(table)
     return next((bits for bits in (2, 3, 4, 8) if bits == found), expected_bits(expected))
-
-
-# ---- a target of bytes

@@ -5,14 +5,14 @@ except `take_rows`, once. triton is imported when a kernel is first launched.
 
     mark(words, ids, first_word, num_rows)         # per lookup; or mark_slices, all features in one launch
     rows, words_before = take_rows(words, tables)  # at a step boundary: sorted ids, clear words
-    gather_rows(table, rows[0], staging)           # or gather_lattice: codes at once
+    gather_rows(table, rows[0], staging)           # then lattice_quantize, for rows that leave as codes
 """
 
 from __future__ import annotations
 
-from cnr_store_gpu.kernels.copying import gather_rows, set_rows
+from cnr_store_gpu.kernels.copying import gather_rows
 from cnr_store_gpu.kernels.dispatch import uses_triton
-from cnr_store_gpu.kernels.lattice import TOO_WIDE, UNSTORABLE, gather_lattice, lattice_quantize
+from cnr_store_gpu.kernels.lattice import TOO_WIDE, UNSTORABLE, lattice_quantize
 from cnr_store_gpu.kernels.marking import NO_ROW, mark, mark_slices
 from cnr_store_gpu.kernels.taking import take_rows
 from cnr_store_gpu.kernels.warming import warmup
@@ -21,12 +21,10 @@ __all__ = [
     "NO_ROW",
     "TOO_WIDE",
     "UNSTORABLE",
-    "gather_lattice",
     "gather_rows",
     "lattice_quantize",
     "mark",
     "mark_slices",
-    "set_rows",
     "take_rows",
     "uses_triton",
     "warmup",

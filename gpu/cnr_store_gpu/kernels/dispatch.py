@@ -55,10 +55,10 @@ def power_of_two(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def tile_of(dim: int, *, most_columns: int = 256, elements: int = 2048) -> tuple[int, int]:
-    """Return (rows, columns) of a tile that covers ``dim`` columns, or as many as one tile may."""
-    columns = min(power_of_two(dim), most_columns)
-    return max(1, elements // columns), columns
+def tile_of(dim: int) -> tuple[int, int]:
+    """Return (rows, columns) of a tile that covers ``dim`` columns, at most 256; larger ones in the interpreter."""
+    columns = min(power_of_two(dim), 256)
+    return (1 << 15 if is_interpreted() else 2048) // columns, columns
 
 
 def as_matrix(name: str, tensor: torch.Tensor) -> torch.Tensor:

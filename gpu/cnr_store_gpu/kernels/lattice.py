@@ -1,4 +1,4 @@
-"""Lattice codes on the device: rows quantized, gathered or not.
+"""Lattice codes of rows on the device.
 
 The codes are those of the CPU, bit for bit: ``rint(x / scale)`` with one correctly rounded fp32 division. 16-bit floats
 are widened exactly first.
@@ -17,8 +17,6 @@ from cnr_store_gpu.kernels.dispatch import (
     check_dtype,
     check_same_device,
     check_shape,
-    check_vector,
-    is_interpreted,
     on_device,
     rows_are_contiguous,
     tile_of,
@@ -57,71 +55,34 @@ def lattice_quantize(values: torch.Tensor, scale: float, out: torch.Tensor, flag
     -----
     Does not wait for the device.
     """
-    _check_codes(values, out, flag, len(values))
+    check_dtype("values", values, FLOAT_DTYPES)
+    check_dtype("out", out, _CODES)
+    check_dtype("flag", flag, (torch.int32,))
+    check_shape("out", out, tuple(values.shape), contiguous=True)
+    check_shape("flag", flag, (1,))
+    check_same_device(values, out=out, flag=flag)
     if out.numel() == 0:
         return
     matrix = as_matrix("values", values)
-    if uses_triton(values) and rows_are_contiguous(matrix):
-        _launch_codes(matrix, None, scale, out, flag)
-    else:
+    if not (uses_triton(values) and rows_are_contiguous(matrix)):
         reference.lattice_quantize(values.detach(), scale, out, flag)
-
-
-def gather_lattice(
-    source: torch.Tensor, rows: torch.Tensor, scale: float, out: torch.Tensor, flag: torch.Tensor
-) -> None:
-    """Write the codes of ``source[rows]`` without a copy of the rows in between.
-
-    ``rows`` is int64 (n,), contiguous, in range (a row outside gets codes 0 from the Triton kernel); ``out`` is
-    (n, dim) or (n,). Everything else as `lattice_quantize`.
-    """
-    check_vector("rows", rows, (torch.int64,))
-    check_same_device(source, rows=rows)
-    _check_codes(source, out, flag, len(rows))
-    if out.numel() == 0:
         return
-    matrix = as_matrix("source", source)
-    if uses_triton(source) and rows_are_contiguous(matrix):
-        _launch_codes(matrix, rows, scale, out, flag)
-    else:
-        reference.lattice_quantize(torch.index_select(source.detach(), 0, rows), scale, out, flag)
-
-
-def _check_codes(source: torch.Tensor, out: torch.Tensor, flag: torch.Tensor, num_coded: int) -> None:
-    check_dtype("values", source, FLOAT_DTYPES)
-    check_dtype("out", out, _CODES)
-    check_dtype("flag", flag, (torch.int32,))
-    check_shape("out", out, (num_coded, *source.shape[1:]), contiguous=True)
-    check_shape("flag", flag, (1,))
-    check_same_device(source, out=out, flag=flag)
-
-
-def _launch_codes(
-    source: torch.Tensor, rows: torch.Tensor | None, scale: float, out: torch.Tensor, flag: torch.Tensor
-) -> None:
     from cnr_store_gpu.kernels.device import lattice as device
 
-    dim = source.shape[1]
-    block_rows, block_dim = _tile(dim)
-    with on_device(source):
+    dim = matrix.shape[1]
+    block_rows, block_dim = tile_of(dim)
+    with on_device(values):
         device.lattice_codes[(cdiv(len(out), block_rows), cdiv(dim, block_dim))](
-            source.detach(),
-            flag if rows is None else rows,
+            matrix.detach(),
             out,
             flag,
             len(out),
-            len(source),
             scale,
             dim=dim,
-            source_stride=source.stride(0),
-            gather=rows is not None,
+            source_stride=matrix.stride(0),
             narrow=out.dtype == torch.int16,
             block_rows=block_rows,
             block_dim=block_dim,
             num_warps=4,
             **NO_FUSION,
         )
-
-
-def _tile(dim: int) -> tuple[int, int]:
-    return tile_of(dim, elements=1 << 15 if is_interpreted() else 2048)

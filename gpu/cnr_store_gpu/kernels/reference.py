@@ -75,11 +75,6 @@ def gather_rows(source: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> 
     out.copy_(torch.index_select(source, 0, rows))
 
 
-def set_rows(target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    """Write ``values`` to ``target[rows]``."""
-    target.index_copy_(0, rows, values)
-
-
 # ---- lattice
 
 

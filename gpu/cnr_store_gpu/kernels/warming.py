@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from cnr_store_gpu.kernels.copying import gather_rows, set_rows
+from cnr_store_gpu.kernels.copying import gather_rows
 from cnr_store_gpu.kernels.dispatch import uses_triton
-from cnr_store_gpu.kernels.lattice import gather_lattice, lattice_quantize
+from cnr_store_gpu.kernels.lattice import lattice_quantize
 from cnr_store_gpu.kernels.marking import mark, mark_slices
 from cnr_store_gpu.kernels.taking import take_rows
 
@@ -60,8 +60,4 @@ def _warm_rows(table: torch.Tensor, rows: torch.Tensor) -> None:
     flag = torch.zeros(1, dtype=torch.int32, device=table.device)
     copies = torch.empty_like(table[:1])
     gather_rows(table, rows, copies)
-    set_rows(table, rows, copies)
-    for dtype in (torch.int16, torch.int32):
-        codes = torch.zeros(copies.shape, dtype=dtype, device=table.device)
-        lattice_quantize(copies, 1.0, codes, flag)
-        gather_lattice(table, rows, 1.0, codes, flag)
+    lattice_quantize(copies, 1.0, torch.zeros(copies.shape, dtype=torch.int16, device=table.device), flag)

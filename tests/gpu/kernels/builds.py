@@ -91,21 +91,19 @@ def _bitmap_builds() -> Iterator[Build]:
 
 
 def _row_builds() -> Iterator[Build]:
-    for dim, element, scatter in ((64, "i32", False), (64, "i32", True), (64, "i16", False), (13, "i8", False)):
+    for dim, element in ((64, "i32"), (64, "i16"), (13, "i8")):
         rows, columns = tile_of(dim)
-        constants = {"dim": dim, "source_stride": dim, "target_stride": dim, "scatter": scatter}
-        constants |= {"block_rows": rows, "block_dim": columns}
+        constants = {"dim": dim, "source_stride": dim, "block_rows": rows, "block_dim": columns}
         types = {"source": f"*{element}", "rows": "*i64", "target": f"*{element}"}
         types |= {"num_copied": "i64", "table_rows": "i64"}
-        name = f"copy_rows {element} x {dim}{' scatter' if scatter else ''}"
-        aligned = frozenset({"source", "target"})
-        yield Build(name, copy.copy_rows, types, constants, aligned, is_representative=element == "i32")
+        name, aligned = f"gather_rows {element} x {dim}", frozenset({"source", "target"})
+        yield Build(name, copy.gather_rows, types, constants, aligned, is_representative=element == "i32")
     rows, columns = tile_of(64)
     tile = {"block_rows": rows, "block_dim": columns}
-    for source, gather, narrow in (("fp32", True, True), ("bf16", False, True), ("fp16", True, False)):
-        types = {"source": f"*{source}", "rows": "*i64", "out": "*i16" if narrow else "*i32", "flag": "*i32"}
-        types |= {"num_coded": "i64", "table_rows": "i64", "scale": "fp32"}
-        constants = {"dim": 64, "source_stride": 64, "gather": gather, "narrow": narrow, **tile}
+    for source, narrow in (("fp32", True), ("bf16", True), ("fp16", False)):
+        types = {"source": f"*{source}", "out": "*i16" if narrow else "*i32", "flag": "*i32"}
+        types |= {"num_coded": "i64", "scale": "fp32"}
+        constants = {"dim": 64, "source_stride": 64, "narrow": narrow, **tile}
         yield Build(
             f"lattice_codes {source}",
             lattice.lattice_codes,

@@ -161,7 +161,7 @@ def taking_some_tables_leaves_the_others(device: str) -> None:
 # ---- rows
 
 
-def gathered_and_set_rows_keep_every_bit(device: str) -> None:
+def gathered_rows_keep_every_bit(device: str) -> None:
     random = np.random.default_rng(3)
     dtypes = (torch.uint8, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.float64)
     cases = [(dtype, dim, 1025) for dtype in dtypes for dim in DIMS] + [(torch.float32, 300, 33)]
@@ -183,23 +183,14 @@ def gathered_and_set_rows_keep_every_bit(device: str) -> None:
         _same_bits(out, table.cpu()[rows.cpu()])
         _same_bits(from_columns, out)
 
-        unique = torch.unique(rows)
-        target, source = torch.zeros_like(wide), table[: len(unique)].contiguous()
-        kernels.set_rows(target[:, 2 : 2 + dim], unique, source)
-        expected = torch.zeros_like(wide)
-        expected[:, 2 : 2 + dim][unique] = source
-        _same_bits(target, expected)
 
-
-def slots_gather_and_set_like_columns(device: str) -> None:
+def slots_gather_like_columns(device: str) -> None:
     wide = torch.arange(4000, dtype=torch.float32, device=device).view(1000, 4)
     rows = torch.tensor([999, 0, 17, 500], device=device)
     for slot in (wide.reshape(-1), wide[:, 2]):
         out = torch.empty(4, device=device)
         kernels.gather_rows(slot, rows, out)
         _same_bits(out, slot[rows])
-        kernels.set_rows(slot, rows, -out)
-        _same_bits(slot[rows], -out)
 
 
 def weights_that_require_gradients_are_copied_without_them(device: str) -> None:
@@ -207,11 +198,9 @@ def weights_that_require_gradients_are_copied_without_them(device: str) -> None:
     rows, out = torch.tensor([2, 0], device=device), torch.empty((2, 3), device=device)
 
     kernels.gather_rows(weight, rows, out)
-    kernels.set_rows(weight, rows, -out)
 
     assert not out.requires_grad
     assert out.tolist() == [[6, 7, 8], [0, 1, 2]]
-    assert weight.tolist() == [[0, -1, -2], [3, 4, 5], [-6, -7, -8], [9, 10, 11]]
 
 
 def places_beyond_two_billion_elements_are_reached(device: str) -> None:
@@ -220,10 +209,9 @@ def places_beyond_two_billion_elements_are_reached(device: str) -> None:
     rows = torch.tensor([2**25 + 3, 0, 2**25], device=device)
     values = torch.arange(3 * 64, dtype=torch.uint8, device=device).view(3, 64)
     out = torch.empty_like(values)
-    kernels.set_rows(table, rows, values)
+    table[rows] = values
     kernels.gather_rows(table, rows, out)
     _same_bits(out, values)
-    _same_bits(table[2**25], values[2])
 
     words = torch.zeros(2**26 + 32, dtype=torch.int32, device=device)
     kernels.mark(words, torch.tensor([2**31 + 1023, 2**31 + 31], device=device), 0, 2**31 + 1024)
@@ -249,19 +237,20 @@ def lattice_codes_equal_the_cpu_kernel(device: str) -> None:
         expected, flags = np.empty((size, dim), np.int32), np.zeros(size, np.uint8)
         cpu_kernels.lattice_encode(_as_float32(values), np.float32(scale), expected, flags)
         for code_dtype in (torch.int16, torch.int32):
-            coded, gathered, by_torch = (torch.empty((size, dim), dtype=code_dtype, device=device) for _ in range(3))
+            coded, strided, by_torch = (torch.empty((size, dim), dtype=code_dtype, device=device) for _ in range(3))
             flag = torch.zeros(1, dtype=torch.int32, device=device)
 
             kernels.lattice_quantize(values, scale, coded, flag)
-            kernels.gather_lattice(table, rows, scale, gathered, flag)
+            kernels.lattice_quantize(table[:size], scale, strided, torch.zeros_like(flag))
             reference.lattice_quantize(values, scale, by_torch, flag)
 
             is_wide = code_dtype == torch.int16 and size > 0 and int(np.abs(expected).max()) > 32767
             assert int(flag) == (kernels.TOO_WIDE if is_wide else 0)
             if not is_wide:
                 np.testing.assert_array_equal(coded.cpu().numpy(), expected)
-            _same_bits(gathered, coded)
             _same_bits(by_torch, coded)
+            reference.lattice_quantize(table[:size], scale, by_torch, torch.zeros_like(flag))
+            _same_bits(strided, by_torch)
 
 
 def lattice_ties_go_to_even_and_slots_code_like_columns(device: str) -> None:
@@ -278,15 +267,14 @@ def lattice_ties_of_any_scale_are_those_of_the_cpu(device: str) -> None:
     for dim, scale in itertools.product((1, 8, 13), SCALES):
         for largest, dtype in ((32_767, torch.int16), (2**21, torch.int32)):
             values, expected = lattice_ties(scale, dim, largest=largest)
-            table, rows = torch.from_numpy(values).to(device), torch.arange(len(values), device=device)
-            coded, gathered, by_torch = (torch.empty(values.shape, dtype=dtype, device=device) for _ in range(3))
+            table = torch.from_numpy(values).to(device)
+            coded, by_torch = (torch.empty(values.shape, dtype=dtype, device=device) for _ in range(2))
             flag = torch.zeros(1, dtype=torch.int32, device=device)
 
             kernels.lattice_quantize(table, float(scale), coded, flag)
-            kernels.gather_lattice(table, rows, float(scale), gathered, flag)
             reference.lattice_quantize(table, float(scale), by_torch, flag)
 
-            for found in (coded, gathered, by_torch):
+            for found in (coded, by_torch):
                 np.testing.assert_array_equal(found.cpu().numpy(), expected)
             assert int(flag) == 0
 
@@ -327,8 +315,8 @@ CHECKS: dict[str, Callable[[str], None]] = {
         slices_beyond_the_bitmap_mark_nothing_there,
         taken_rows_are_sorted_and_cleared,
         taking_some_tables_leaves_the_others,
-        gathered_and_set_rows_keep_every_bit,
-        slots_gather_and_set_like_columns,
+        gathered_rows_keep_every_bit,
+        slots_gather_like_columns,
         weights_that_require_gradients_are_copied_without_them,
         places_beyond_two_billion_elements_are_reached,
         lattice_codes_equal_the_cpu_kernel,

@@ -68,9 +68,7 @@ def train(num_rows: int, offset: int) -> None:
     kernels.mark_slices(words, ids, [0, num_rows], [32 * offset], [num_rows])
     kernels.take_rows(words, [(32 * offset, -(-num_rows // 32))])
     kernels.gather_rows(table, ids, torch.zeros_like(table))
-    kernels.set_rows(table, ids, torch.zeros_like(table))
     kernels.lattice_quantize(table, 0.1 * num_rows, codes, flag)
-    kernels.gather_lattice(table, ids, 1.0, codes, flag)
 
 
 def main() -> None:

@@ -92,7 +92,7 @@ def test_no_quantizer_fuses_or_divides_inexactly(assembly: Any) -> None:
 
 @needs_triton
 def test_rows_and_words_are_read_sixteen_bytes_at_a_time(assembly: Any) -> None:
-    wide = {"copy_rows", "lattice_codes", "count_bits", "emit_and_clear"}
+    wide = {"gather_rows", "lattice_codes", "count_bits", "emit_and_clear"}
     for build in assembly:
         if build["kernel"] in wide and "x 13" not in build["build"]:
             assert build["wide_loads"] > 0, build["build"]
@@ -112,9 +112,9 @@ def test_marks_test_the_word_behind_the_first_level_cache(assembly: Any) -> None
 def test_new_sizes_offsets_and_scales_compile_nothing_after_the_warmup(tmp_path: Path) -> None:
     found = _run("launching.py", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
     assert set(found["warm"]) == {
-        "mark_ids", "mark_slices", "count_bits", "emit_and_clear", "copy_rows", "lattice_codes"
+        "mark_ids", "mark_slices", "count_bits", "emit_and_clear", "gather_rows", "lattice_codes"
     }  # fmt: skip
-    assert found["launches"] > 90
+    assert found["launches"] > 60
     assert found["later"] == []
 
 
@@ -167,8 +167,7 @@ def test_marking_and_quantizing_do_not_wait_for_the_gpu(warm_gpu: str) -> None:
     try:
         kernels.mark(words, ids, 0, 1024)
         kernels.gather_rows(table, ids, out)
-        kernels.gather_lattice(table, ids, 0.5, codes, flag)
-        kernels.set_rows(table, ids[:1], out[:1])
+        kernels.lattice_quantize(out, 0.5, codes, flag)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert int(flag) == 0
@@ -202,7 +201,7 @@ def test_wrong_arguments_are_refused_before_anything_is_written() -> None:
     with pytest.raises(BadDtype):
         kernels.gather_rows(table, ids, torch.empty((4, 8), dtype=torch.float16))
     with pytest.raises(BadShape):
-        kernels.set_rows(table, ids, torch.zeros((8, 4)).t())
+        kernels.gather_rows(table, ids, torch.zeros((8, 4)).t())
     with pytest.raises(BadDtype):
         kernels.lattice_quantize(table, 1.0, torch.empty((4, 8), dtype=torch.int64), flag)
     assert int(words.count_nonzero()) == 0
