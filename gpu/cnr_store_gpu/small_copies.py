@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from numba import carray  # type: ignore[attr-defined]
 
-from cnr_store.runtime.addresses import int32s_at, int64s_at
+from cnr_store.runtime.addresses import address_of, int32s_at, int64s_at
 from cnr_store.runtime.jit import njit
 from cnr_store.types import RowIds
 from cnr_store_gpu.delivery import Delivery, KeptMemory
@@ -70,7 +70,7 @@ class SmallCopies:
         if table in self.quantized or not request.tensors:
             return False
         count, end, most, size_bytes = len(ids), self._end, self._most, 0
-        address = ids.__array_interface__["data"][0]
+        address = address_of(ids)
         pieces, parts, lengths = [], [], set()
         for name, tensor in request.tensors.items():
             shape = tensor.shape

@@ -63,6 +63,15 @@ def test_a_manifest_that_no_reader_takes_is_not_put(store: Store) -> None:
     assert store.snapshot().readers[-1].manifest == reader.manifest
 
 
+def test_a_manifest_with_a_number_that_is_not_finite_is_not_put(store: Store) -> None:
+    reader = store.snapshot().readers[-1]
+    [(table, schema)] = reader.manifest.tables.items()
+    tables = {table: msgspec.structs.replace(schema, fill=float("nan"))}
+
+    with pytest.raises(BadInput, match=r"`float`, got `null`.*fill"):
+        write_manifest(store.storage, reader.name, msgspec.structs.replace(reader.manifest, tables=tables, parts=()))
+
+
 def test_a_manifest_of_a_newer_format_may_have_other_fields() -> None:
     with pytest.raises(Exception, match="manifest format 2") as caught:
         decode_manifest(pack({"format": 2, "parts": "elsewhere"}), "here")
