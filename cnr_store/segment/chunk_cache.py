@@ -1,8 +1,7 @@
-"""A cache of decoded chunks for point lookups. It evicts the least recently used chunk first.
+"""A cache of decoded chunks. It evicts the least recently used chunk first.
 
-Unlike a compaction's `CountedChunks`, which knows how often each chunk is still needed and drops it after its last use,
-nothing is known of what is looked up next. Segments never change, so nothing that is kept ever becomes wrong, and the
-snapshots of one store may share a cache: what they have in common is kept once.
+Segments never change, so a kept chunk never becomes wrong. The snapshots of one store may share a cache: chunks that
+they have in common are kept once.
 """
 
 from __future__ import annotations

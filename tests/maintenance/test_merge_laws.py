@@ -79,7 +79,7 @@ def check_merges(storage: Storage, readers: Sequence[SegmentReader], seed: int, 
             continue
         merged = merge(
             storage, chain[:stop], (start, stop), pieces, workers,
-            name=f"{900 + number:020d}-{number:032x}", cache_bytes=int(rng.choice([0, 300, 1 << 20])),
+            name=f"{900 + number:020d}-{number:032x}", cache_bytes=int(rng.choice([1, 300, 1 << 20])),
         )  # fmt: skip
         chain[start:stop] = [merged]
         for at in range(start, len(chain)):

@@ -1,23 +1,24 @@
 """Cache decoded chunks that several chunks of the result need, until their last use.
 
 A chunk of a delta spans many chunks of a baseline. One thread decodes it at its first use; other threads that need it
-wait. It is dropped after its last use. A chunk that does not fit below the limit is decoded at every use.
+wait. It is dropped after its last use, or earlier if others need the memory.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from cnr_store.format.arrays import decoded_bytes
 from cnr_store.format.records import ArrayEntry
 from cnr_store.read.plan import Step
+from cnr_store.segment.chunk_cache import ChunkCache
 from cnr_store.segment.decoded import Array, Decode, Scratch
 from cnr_store.segment.reader import SegmentReader
 
 
 class CountedChunks:
-    """A cache of decoded chunks, for a known number of uses of each. Thread-safe.
+    """A `ChunkCache` of the chunks that are used more than once, for a known number of uses of each. Thread-safe.
 
     Parameters
     ----------
@@ -36,60 +37,29 @@ class CountedChunks:
 
     def __init__(self, readers: Sequence[SegmentReader], uses: Iterable[tuple[Step, int]], limit_bytes: int) -> None:
         self.readers = [reader.with_cache(self) for reader in readers]
-        self._limit_bytes = limit_bytes
-        self._kept_bytes = 0
+        self._cache = ChunkCache(limit_bytes)
         self._lock = threading.Lock()
-        self._shared: dict[tuple[str, str, int], _Shared] = {}
+        # By the chunk of each array: two row lists of a piece may have rows in one stored chunk.
+        self._left: Counter[tuple[str, str, int]] = Counter()
         for step, count in uses:
             if count > 1:
-                # Two row lists of a piece may have rows in one stored chunk.
-                shared = self._shared.get(self._key(step, step.row_list.arrays["rows"]), _Shared())
-                shared.uses += count
-                for entry in step.row_list.arrays.values():
-                    self._shared[self._key(step, entry)] = shared
+                self._left.update(dict.fromkeys(self._keys(step), count))
 
     def release(self, step: Step) -> None:
         """Count one use of the step's chunk; drop the chunk after its last use."""
-        shared = self._shared.get(self._key(step, step.row_list.arrays["rows"]))
-        if shared is None:
-            return
         with self._lock:
-            shared.uses -= 1
-            if shared.uses <= 0:
-                self._kept_bytes -= shared.nbytes
-                shared.nbytes = 0
-                shared.arrays.clear()
+            self._left.subtract(key for key in self._keys(step) if key in self._left)
+            is_over = all(self._left[key] <= 0 for key in self._keys(step))
+        if is_over:
+            for entry in step.row_list.arrays.values():
+                self._cache.drop(self.readers[step.segment].name, entry, entry.stored_chunk(step.chunk))
 
     def read(self, segment: str, entry: ArrayEntry, chunk: int, scratch: Scratch, decode: Decode) -> Array:
         """See `ChunkKeeper`."""
-        shared = self._shared.get((segment, entry.path, chunk))
-        if shared is None:
+        if (segment, entry.path, chunk) not in self._left:
             return decode(scratch)
-        with shared.lock:
-            if entry.path in shared.arrays:
-                return shared.arrays[entry.path]
-            if self._reserve(shared, decoded_bytes(entry)):
-                shared.arrays[entry.path] = decode(Scratch())
-                return shared.arrays[entry.path]
-        return decode(scratch)
+        return self._cache.read(segment, entry, chunk, scratch, decode)
 
-    def _key(self, step: Step, entry: ArrayEntry) -> tuple[str, str, int]:
-        return self.readers[step.segment].name, entry.path, entry.stored_chunk(step.chunk)
-
-    def _reserve(self, shared: _Shared, size_bytes: int) -> bool:
-        with self._lock:
-            if self._kept_bytes + size_bytes > self._limit_bytes:
-                return False
-            self._kept_bytes += size_bytes
-            shared.nbytes += size_bytes
-            return True
-
-
-class _Shared:
-    """The cached arrays of one chunk, and the number of remaining uses."""
-
-    def __init__(self) -> None:
-        self.uses = 0
-        self.nbytes = 0
-        self.arrays: dict[str, Array] = {}
-        self.lock = threading.Lock()
+    def _keys(self, step: Step) -> list[tuple[str, str, int]]:
+        name, arrays = self.readers[step.segment].name, step.row_list.arrays.values()
+        return [(name, entry.path, entry.stored_chunk(step.chunk)) for entry in arrays]
