@@ -11,9 +11,11 @@ from cnr_store.format.records import CommitRecord, Pin, WriterInfo
 from cnr_store.log.rebase import draft_init
 from cnr_store.log.retention import Holds, LiveVersion, RetentionPolicy, plan_retention
 
+Log = tuple[CommitRecord, list[LiveVersion], Holds]
+
 
 @st.composite
-def logs(draw: st.DrawFn) -> tuple[CommitRecord, list[LiveVersion], Holds]:
+def logs(draw: st.DrawFn) -> Log:
     """A log as random appends, rollbacks, compactions and earlier expiries left it."""
     steps = draw(st.lists(st.sampled_from(["data", "compact", "rollback", "other"]), min_size=1, max_size=30))
     versions = [LiveVersion(0, 0, 0, ())]
@@ -54,9 +56,7 @@ policies = st.builds(
 
 
 @given(logs(), policies)
-def test_what_the_plan_says_is_what_its_record_does(
-    log: tuple[CommitRecord, list[LiveVersion], Holds], policy: RetentionPolicy
-) -> None:
+def test_what_the_plan_says_is_what_its_record_does(log: Log, policy: RetentionPolicy) -> None:
     record, live, holds = log
     now_ms = live[-1].ts_ms
 
@@ -70,9 +70,7 @@ def test_what_the_plan_says_is_what_its_record_does(
 
 
 @given(logs(), policies)
-def test_whatever_is_named_held_or_newest_stays(
-    log: tuple[CommitRecord, list[LiveVersion], Holds], policy: RetentionPolicy
-) -> None:
+def test_whatever_is_named_held_or_newest_stays(log: Log, policy: RetentionPolicy) -> None:
     record, live, holds = log
 
     plan = plan_retention(record, live, policy, holds, live[-1].ts_ms)
@@ -91,9 +89,7 @@ def test_whatever_is_named_held_or_newest_stays(
 
 
 @given(logs(), policies)
-def test_planning_again_changes_nothing(
-    log: tuple[CommitRecord, list[LiveVersion], Holds], policy: RetentionPolicy
-) -> None:
+def test_planning_again_changes_nothing(log: Log, policy: RetentionPolicy) -> None:
     record, live, holds = log
     now_ms = live[-1].ts_ms
     plan = plan_retention(record, live, policy, holds, now_ms)
@@ -107,9 +103,7 @@ def test_planning_again_changes_nothing(
 
 
 @given(logs(), policies)
-def test_the_list_grows_with_what_stays_not_with_the_log(
-    log: tuple[CommitRecord, list[LiveVersion], Holds], policy: RetentionPolicy
-) -> None:
+def test_the_list_grows_with_what_stays_not_with_the_log(log: Log, policy: RetentionPolicy) -> None:
     record, live, holds = log
 
     plan = plan_retention(record, live, policy, Holds(holds.leases, {}), live[-1].ts_ms)

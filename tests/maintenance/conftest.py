@@ -10,6 +10,7 @@ import pytest
 from cnr_store import Store, TableOptions
 from cnr_store.storage import storage_from_filesystem
 from tests.maintenance.torn_stores import ROOT, open_store, values
+from tests.support.compacted import Training
 from tests.support.faulty import IsolatedMemoryFileSystem
 
 
@@ -34,3 +35,14 @@ def files() -> IsolatedMemoryFileSystem:
 def store(files: IsolatedMemoryFileSystem) -> Iterator[Store]:
     with open_store(files) as opened:
         yield opened
+
+
+@pytest.fixture
+def training(store: Store) -> Training:
+    """A store of a baseline and three deltas, whose writer is closed."""
+    training = Training(store)
+    with store.writer() as writer:
+        training.full(writer)
+        for _ in range(3):
+            training.delta(writer)
+    return training

@@ -53,17 +53,6 @@ def store(tmp_path: Path) -> Store:
     return Store.create(str(tmp_path / "store"), fsync=False, threads=2)
 
 
-@pytest.fixture
-def training(store: Store) -> Training:
-    """A store of a baseline and three deltas, whose writer is closed."""
-    training = Training(store)
-    with store.writer() as writer:
-        training.full(writer)
-        for _ in range(3):
-            training.delta(writer)
-    return training
-
-
 # ---- what is read stays the same
 
 

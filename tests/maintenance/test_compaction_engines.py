@@ -23,6 +23,8 @@ from tests.support.compacted import Training, content_of, manifest_in, strangers
 from tests.support.documents import document_of
 from tests.support.faulty import IsolatedMemoryFileSystem
 
+pytestmark = pytest.mark.usefixtures("training")
+
 ALL = (0, 4)
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason='the package ray is not installed; pip install "cnr-store[ray]"'
@@ -56,13 +58,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    store = Store.create(str(tmp_path / "store"), fsync=False, threads=2)
-    training = Training(store)
-    with store.writer() as writer:
-        training.full(writer)
-        for _ in range(3):
-            training.delta(writer)
-    return store
+    return Store.create(str(tmp_path / "store"), fsync=False, threads=2)
 
 
 def without_names(manifest: SegmentDocument) -> dict[str, Any]:

@@ -44,16 +44,6 @@ def store(tmp_path: Path) -> Store:
     return Store.create(str(tmp_path / "store"), fsync=False, threads=2)
 
 
-@pytest.fixture
-def training(store: Store) -> Training:
-    training = Training(store)
-    with store.writer() as writer:
-        training.full(writer)
-        for _ in range(3):
-            training.delta(writer)
-    return training
-
-
 class Stopped(Exception):
     """The work ended here."""
 

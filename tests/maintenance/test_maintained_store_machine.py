@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 
 from cnr_store import CompactionPolicy, RetentionPolicy, StorageFailure, collect_garbage
 from cnr_store.errors import CommitStateUnknown, DoesNotApply, TransactionAborted
 from cnr_store.maintenance.compaction import compact_run
 from tests.maintenance.maintained_lines import Hold, Line, MaintainedLines
-from tests.store.test_store_machine import Flaky, run
+from tests.store.test_store_machine import Flaky, beginning, run
 from tests.support.faulty import Fault, FaultKind
 from tests.support.retention_model import Rules
 
@@ -33,10 +33,7 @@ SOAK_LIVES = 1_500
 class MaintainedStoreMachine(MaintainedLines):
     """The rules of a training, on any branch, and those of maintenance."""
 
-    @initialize(
-        mirror=st.sampled_from(["memory", "memory", "mmap", "none"]),
-        seed=st.integers(0, 2**32 - 1),
-    )
+    @beginning
     def create(self, mirror: Any, seed: int) -> None:
         self.line = Line()
         self.lines = [self.line]

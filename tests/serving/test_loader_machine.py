@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 
 from cnr_store import NotFound
 from cnr_store.errors import BranchNotFound, ChannelNotFound, VersionExpired
 from cnr_store.serving import Loader, LoaderOptions
 from tests.maintenance.maintained_lines import Line
 from tests.maintenance.test_maintained_store_machine import MaintainedStoreMachine
-from tests.store.test_store_machine import Flaky, State, run
+from tests.store.test_store_machine import Flaky, State, beginning, run
 from tests.support.faulty import Fault, FaultKind, SimulatedCrash
 from tests.support.store_oracle import KINDS, same_bits
 
@@ -62,10 +62,7 @@ class Follower:
 class LoaderMachine(MaintainedStoreMachine):
     """The rules of a maintained training, and those of who serves it."""
 
-    @initialize(
-        mirror=st.sampled_from(["memory", "memory", "mmap", "none"]),
-        seed=st.integers(0, 2**32 - 1),
-    )
+    @beginning
     def create(self, mirror: Any, seed: int) -> None:
         self.followers: list[Follower] = []
         super().create(mirror, seed)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cnr_store.errors import BadInput, Fenced, NonFiniteValues, StorageFailure
 from cnr_store.serving.sinks import PushResult, SinkFeed, SinkState, SinkTable
-from tests.serving.feeding import DIM, Died, Source, connected, filled, filled_source, state
+from tests.serving.feeding import DIM, Died, Sink, Source, connected, filled, filled_source, state
 
 
 def test_the_first_push_is_full_and_later_ones_carry_what_changed() -> None:
@@ -185,16 +185,22 @@ def test_a_failed_push_loses_no_row_and_stays_a_delta() -> None:
     assert feed.metrics().error is None
 
 
-@pytest.mark.parametrize("full", [True, False])
-def test_a_commit_whose_reply_was_lost_counts(full: bool) -> None:
+def filled_with_a_lost_reply(full: bool) -> tuple[Source, SinkFeed, Sink]:
+    """A feed whose last push, a full one or a delta, was committed, and did not hear so."""
     source, feed, sink = filled()
     if not full:
         feed.push()
         source.publish({"dense": {1: 5.0}})
     sink.fails = {sink.calls + (5 if full else 3): ("after", StorageFailure("reply lost"))}
-
     with pytest.raises(StorageFailure):
         feed.push()
+    return source, feed, sink
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_commit_whose_reply_was_lost_counts(full: bool) -> None:
+    source, feed, sink = filled_with_a_lost_reply(full)
+
     lost = list(sink.log)
     assert feed.push() is None
 
@@ -206,13 +212,7 @@ def test_a_commit_whose_reply_was_lost_counts(full: bool) -> None:
 
 @pytest.mark.parametrize("full", [True, False])
 def test_after_a_lost_reply_only_what_came_later_is_sent(full: bool) -> None:
-    source, feed, sink = filled()
-    if not full:
-        feed.push()
-        source.publish({"dense": {1: 5.0}})
-    sink.fails = {sink.calls + (5 if full else 3): ("after", StorageFailure("reply lost"))}
-    with pytest.raises(StorageFailure):
-        feed.push()
+    source, feed, _ = filled_with_a_lost_reply(full)
     source.tells_changes = False
     source.publish({"dense": {2: 6.0}})
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, rule
+from hypothesis.stateful import invariant, rule
 
 from cnr_store import Store
 from cnr_store.format.commit_record import LogEntry
@@ -22,7 +22,7 @@ from cnr_store.maintenance.compaction import compact_run
 from cnr_store.storage import storage_from_filesystem
 from tests.maintenance.maintained_lines import Line
 from tests.maintenance.test_maintained_store_machine import MaintainedStoreMachine
-from tests.store.test_store_machine import run
+from tests.store.test_store_machine import beginning, run
 from tests.support.consumers import HOLDINGS, Consumer, TrackedMemory
 from tests.support.faulty import IsolatedMemoryFileSystem
 from tests.support.rectangles import Model, Parts, schema_of, tiling
@@ -34,10 +34,7 @@ SOAK_LIVES = 400
 class ConsumedStoreMachine(MaintainedStoreMachine):
     """The rules of a maintained training, and consumers that look on."""
 
-    @initialize(
-        mirror=st.sampled_from(["memory", "memory", "mmap", "none"]),
-        seed=st.integers(0, 2**32 - 1),
-    )
+    @beginning
     def create(self, mirror: Any, seed: int) -> None:
         self.random = np.random.default_rng(seed + 1)
         chosen = self.random.choice(len(HOLDINGS), CONSUMERS, replace=False)

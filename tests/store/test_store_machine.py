@@ -75,13 +75,17 @@ class State:
         )
 
 
+beginning = initialize(
+    mirror=st.sampled_from(["memory", "memory", "mmap", "none"]),
+    seed=st.integers(0, 2**32 - 1),
+)
+"""Decorates `create` of this machine and of those that inherit from it."""
+
+
 class StoreMachine(RuleBasedStateMachine):
     """Rules change the model and the store alike; invariants compare them."""
 
-    @initialize(
-        mirror=st.sampled_from(["memory", "memory", "mmap", "none"]),
-        seed=st.integers(0, 2**32 - 1),
-    )
+    @beginning
     def create(self, mirror: Any, seed: int) -> None:
         self.inner = IsolatedMemoryFileSystem()
         self.fs = Flaky(self.inner)

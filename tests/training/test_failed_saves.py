@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from fsspec.exceptions import FSTimeoutError
 
 from cnr_store import BackgroundSaveFailed, StorageFailure
 from cnr_store.errors import CommitStateUnknown, Fenced, NonFiniteValues
+from cnr_store.training import CheckpointManager
 from cnr_store_gpu import StagingBuffers
 from cnr_store_gpu.transfer import HostTransfer
 from tests.support.faulty import Call
@@ -285,6 +288,18 @@ def test_an_interrupted_first_full_is_no_torn_one(backend: Backend) -> None:
     assert_stored(store, training)
 
 
+def step_without_new_threads(manager: CheckpointManager, on_error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step whose save fails because no thread starts; who is only warned goes on."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    told: Any = pytest.raises(BackgroundSaveFailed, match="can't start") if on_error == "raise" else None
+    with monkeypatch.context() as patch, told or pytest.warns(RuntimeWarning, match="can't start new thread"):
+        patch.setattr(threading.Thread, "start", refuse)
+        manager.step()
+
+
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_a_thread_that_does_not_start_takes_no_rows_along(
     on_error: Any, backend: Backend, monkeypatch: pytest.MonkeyPatch
@@ -292,20 +307,10 @@ def test_a_thread_that_does_not_start_takes_no_rows_along(
     store, training, manager = begun(backend, every_steps=1, on_error=on_error)
     manager.save()
 
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     monkeypatch.setattr(manager._saver.background._pool, "_threads", set())
     monkeypatch.setattr(manager._saver.background._pool, "_idle_semaphore", threading.Semaphore(0))
     training.train(0)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        if on_error == "raise":
-            with pytest.raises(BackgroundSaveFailed, match="can't start new thread"):
-                manager.step()
-        else:
-            with pytest.warns(RuntimeWarning, match="can't start new thread"):
-                manager.step()
+    step_without_new_threads(manager, on_error, monkeypatch)
     training.train(1)
 
     report = manager.save()
@@ -325,18 +330,8 @@ def test_a_staging_thread_that_does_not_start_fails_one_save(
     transfer = HostTransfer()
     manager._saver.stager.buffers = StagingBuffers(transfer=transfer)  # a thread stages, as on an accelerator
 
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     training.train(0)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        if on_error == "raise":
-            with pytest.raises(BackgroundSaveFailed, match="can't start new thread"):
-                manager.step()
-        else:
-            with pytest.warns(RuntimeWarning, match="can't start new thread"):
-                manager.step()
+    step_without_new_threads(manager, on_error, monkeypatch)
     transfer.close()
     manager._saver.stager.buffers = StagingBuffers()
     training.train(1)
@@ -367,6 +362,18 @@ def test_rows_copied_for_a_save_that_could_not_begin_are_released(
     assert_stored(store, training)
 
 
+@contextmanager
+def mirrors_that_fail(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within the block a save commits, and then fails to move its mirrors."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError("moving a mirror")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cnr_store.write.staged_tables.apply_tables", fail)
+        yield
+
+
 @pytest.mark.parametrize("policy", ["consecutive", "one_shot"])
 def test_a_commit_that_landed_but_failed_is_followed_by_a_baseline(
     policy: Any, backend: Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -375,12 +382,7 @@ def test_a_commit_that_landed_but_failed_is_followed_by_a_baseline(
     store, training, manager = begun(backend, policy=policy)
     manager.save()
     training.train(0)
-
-    def fail(*_: object) -> None:
-        raise MemoryError("moving a mirror")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("cnr_store.write.staged_tables.apply_tables", fail)
+    with mirrors_that_fail(monkeypatch):
         report = manager.save()
 
     assert report is not None
@@ -405,12 +407,7 @@ def test_an_unknown_outcome_that_won_and_then_failed_is_not_taken_for_lost(
         manager.save()
     backend.loses_commits = False
     training.train(1)
-
-    def fail(*_: object) -> None:
-        raise MemoryError("moving a mirror")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("cnr_store.write.staged_tables.apply_tables", fail)
+    with mirrors_that_fail(monkeypatch):
         manager.save()
 
     assert [report.kind for report in manager.history] == ["baseline", "delta", "baseline"]
