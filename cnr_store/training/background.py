@@ -51,7 +51,7 @@ class SaveReport(ShownReport):
     version, step, kind
         Position in the log, training step, ``baseline`` or ``delta``.
     rows
-        Touched rows that this rank handed over, of all tables; all rows of tables that were written whole.
+        Touched rows that this rank wrote, of all tables; all rows of tables that were written whole.
     size_bytes
         Bytes of the segment, of all ranks.
     stall_s
@@ -97,7 +97,7 @@ class TouchedRows:
 
 @dataclass(slots=True, eq=False)
 class LiveRead:
-    """Shards that are read into their mirrors while the training goes on, ahead of the save that they are part of.
+    """Shards that are read into their mirrors while the training continues, before the save that they are part of.
 
     Attributes
     ----------
@@ -134,7 +134,7 @@ class LiveRead:
 
 @dataclass(slots=True, eq=False)
 class SaveJob:
-    """Everything one save needs, of one instant; dense tensors and documents are in the transaction already.
+    """Everything that one save needs, as of one instant; the transaction has the dense tensors and documents already.
 
     ``fixed`` are the documents that no training step changes: the background has time to encode them.
     ``taken``, ``rows``, ``whole`` and the staging go by name of the shard. ``declares``: whether tables, of any rank,
@@ -157,7 +157,7 @@ class SaveJob:
 
     @property
     def row_count(self) -> int:
-        """Rows handed over."""
+        """Rows that this rank writes."""
         touched = sum(len(rows.row_ids) for name, rows in self.rows.items() if name not in self.read_shards)
         whole = {**self.read_shards, **self.whole}
         return touched + sum(one.weight.shape[0] for one in whole.values())
@@ -216,7 +216,7 @@ def run_save(job: SaveJob) -> None:
 
 
 def declare(transaction: Transaction, whole: Iterable[WholeShard] | None, drops: Iterable[str]) -> None:
-    """Say which tables end, and how those are stored that are new or get other options; None: on no rank are there any.
+    """Declare which tables end, and how new tables and those with other options are stored; None: no rank has any.
 
     Blocks; all ranks call it.
     """
@@ -301,7 +301,7 @@ class BackgroundSave:
             self._future.exception()
 
     def wait_to_the_end(self) -> None:
-        """Block as `wait`, also through Ctrl-C, because the save reads what the caller would go on to change."""
+        """Block as `wait`, also after Ctrl-C, because the save reads what the caller would change next."""
         while self.is_running:
             try:
                 self.wait()

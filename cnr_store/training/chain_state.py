@@ -28,12 +28,12 @@ from cnr_store_gpu.words import mark_words, words_of_rows
 
 @dataclass(slots=True)
 class Growing:
-    """What a training has to tell of its tables' sizes; ``rows``: table to the rows that it has now."""
+    """Tables that have more rows than the stored ones; ``rows``: table to its number of rows now."""
 
     rows: dict[str, int] = field(default_factory=dict)
 
     def restored(self, plan: RestorePlan, holdings: Holdings, policy: Policy, tracker: RowTracker) -> set[str]:
-        """Take notice of a restore and mark the new rows; returns tables that the next save must write whole."""
+        """Record what was restored, and mark the new rows; returns tables that the next save must write whole."""
         resized = plan.resized
         self.rows = {table: holdings.tables[table][0] for table in resized}
         for name, holding in holdings.by_name.items():
@@ -61,7 +61,7 @@ class Growing:
         return set()
 
     def won(self) -> None:
-        """A save that said it is committed."""
+        """Forget them: a save that recorded them is committed."""
         self.rows.clear()
 
 
@@ -96,7 +96,7 @@ class Lineage:
 
 @dataclass(slots=True, eq=False)
 class ChainState:
-    """What this training knows of the chain that it goes on from.
+    """What this training knows of the chain that it continues.
 
     Attributes
     ----------
@@ -119,7 +119,7 @@ class ChainState:
     whole_next: set[str] = field(default_factory=set)
 
     def won(self, job: SaveJob, training: LiveTraining) -> Mapping[str, ScaleChange]:
-        """Take notice that a save is committed; returns what it did to scales."""
+        """Record that a save is committed; returns what it did to scales."""
         if job.declares:  # what is stored anew is that on all ranks, in one save
             self.whole_next -= training.tables
         self.lineage.add(job)
@@ -133,7 +133,7 @@ def new_chain_state(training: LiveTraining, precision: PrecisionPolicy) -> Chain
     Raises
     ------
     BadInput
-        The options contradict each other in what they say of scales.
+        The options contradict each other about scales.
     """
     holdings, options = training.holdings, training.options
     rate = RateControl(options, holdings, precision.schedule)

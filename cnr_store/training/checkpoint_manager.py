@@ -1,6 +1,6 @@
 """`CheckpointManager`: saves a training in the background and restores it after a crash.
 
-It decides when: `saver` saves, `restorer` restores, `live_training` holds what is trained.
+It decides when to save. `saver` saves, `restorer` restores, `live_training` has the objects that are trained.
 """
 
 from __future__ import annotations
@@ -47,34 +47,34 @@ class CheckpointManager:
     Call it from the thread that trains. One save at a time runs in the background; the training stalls for one copy
     of the touched rows.
 
-    Where several ranks train under ``torch.distributed`` every rank makes one, with the same arguments, and calls its
-    methods at the same steps: each saves what it holds, all in one checkpoint, and each save wins or fails on all of
-    them. Tables that all ranks hold (DistributedDataParallel) are saved by one.
+    Under ``torch.distributed`` every rank makes a manager with the same arguments, and calls its methods at the same
+    steps. Each rank saves what it holds, all ranks together one checkpoint. A save succeeds on all ranks or fails on
+    all. A table that every rank has a copy of (DistributedDataParallel) is saved by one rank.
 
     Parameters
     ----------
     store
         URL (created if there is no store) or an open `Store`, which may be on a branch.
     model, optimizer
-        What is trained; ``optimizer`` is one or several, in an order that stays.
+        What is trained; ``optimizer`` is one or several, always in the same order.
     reader
-        Where batches come from, if it has a state: its ``state_dict()`` is taken at `step`.
+        The source of batches, if it has a state: `step` calls its ``state_dict()``.
     extras
-        Name to anything else with a state: learning rate schedulers, a GradScaler.
+        Other objects with a state, by name: learning rate schedulers, a GradScaler.
     tables
-        Names of parameters that are tables besides every ``nn.Embedding`` and ``nn.EmbeddingBag``.
+        Names of parameters that are tables too. Every ``nn.Embedding`` and ``nn.EmbeddingBag`` is one already.
     options
         How tables are stored: for all, or by table name.
     every_steps
-        A save is due after so many steps; without it, and without ``SavePolicy.every_seconds``, only `save` saves.
+        A save is due after this many steps. Without it, and without ``SavePolicy.every_seconds``, only `save` saves.
     save_policy, tracking, precision, store_options
-        When and how much is saved, and what a failure does; how changed rows are found and copied; how exact tables are
-        stored as the run goes on; how the store is opened and written, and by which ranks.
+        When and how much is saved, and what a failure does; how changed rows are found and copied; how exactly tables
+        are stored during the run; how the store is opened and written, and by which ranks.
 
     Raises
     ------
     BadInput, TableNotFound, BadDtype
-        The model or its optimizers cannot be saved so; nothing was written.
+        The model or its optimizers cannot be saved with these options; nothing was written.
 
     Examples
     --------
@@ -152,16 +152,16 @@ class CheckpointManager:
     def step(self, step: int | None = None, *, reader_state: Any = None) -> bool:
         """Count a trained step and save if one is due; call it after ``optimizer.step()``.
 
-        Blocks for the copy of touched rows when a save is due, else for microseconds. The first one after a `restore`
-        also takes over the store, so that an earlier training can save no more (a few requests).
+        If a save is due, it blocks until the touched rows are copied, else for microseconds. The first call after a
+        `restore` also takes over the store, in a few requests: an earlier training cannot save after that.
 
         Parameters
         ----------
         step
             The number of the step; by default one more than the last.
         reader_state
-            State of the reader after the trained batch, when batches are fetched ahead. It is that of this step alone:
-            without one the ``reader`` is asked, and without a reader it must be given again.
+            State of the reader after the trained batch, if batches are fetched ahead of training. It counts for this
+            step only. Without it the ``reader`` is asked; without a reader, every later step needs it too.
 
         Returns
         -------
@@ -171,7 +171,7 @@ class CheckpointManager:
         Raises
         ------
         BackgroundSaveFailed
-            An earlier save failed; its rows are saved with the next one. Several ranks raise at the next save.
+            An earlier save failed; its rows are saved with the next one. All ranks raise together, at the next save.
         BadInput
             Without a reader, no ``reader_state`` although an earlier step had one; the step is not counted.
         Conflict
@@ -203,19 +203,19 @@ class CheckpointManager:
         self, *, wait: bool = True, message: str | None = None, metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, JsonValue] | None = None,
     ) -> SaveReport | None:  # fmt: skip
-        """Save now, whether one is due or not; waits for a save that is under way.
+        """Save now, whether a save is due or not; waits for a save that is running.
 
         Parameters
         ----------
         wait
-            Until the save is committed; its report is returned. Else it goes on in the background.
+            Block until the save is committed, and return its report. Else return at once: it runs in the background.
         message, metrics, metadata
             Recorded with the save: a text (1 KiB), finite numbers by name (64; see `Store.best`), JSON (8 KiB).
 
         Raises
         ------
         BackgroundSaveFailed
-            With its cause; whatever ``on_error`` says. The rows stay dirty.
+            With its cause, for each value of ``on_error``. The rows stay dirty.
         BadInput
             Between forward and optimizer step; a note is too long, or no number or JSON.
         """
@@ -230,12 +230,12 @@ class CheckpointManager:
         return self.last_save
 
     def wait_until_finished(self) -> SaveReport | None:
-        """Wait for the save under way, if there is one; returns the report of the newest committed save.
+        """Wait for a running save, if there is one; returns the report of the newest committed save.
 
         Raises
         ------
         BackgroundSaveFailed
-            It failed; whatever ``on_error`` says.
+            It failed; for each value of ``on_error``.
         """
         self._check_open()
         self._reports.raise_together(self._saver.collect(wait=True))
@@ -244,8 +244,8 @@ class CheckpointManager:
     def report_loss(self, loss: float | torch.Tensor) -> None:
         """Report the loss of a step, for ``schedule="loss"``; of several ranks, that of rank 0 counts.
 
-        The mean of about the last hundred is kept, also over restarts; losses that are 0 or not finite do not count,
-        nor, without a schedule, negative ones. Reading a tensor waits for its device.
+        The mean of about the last hundred losses is kept, also across restarts. Losses that are 0 or not finite do not
+        count; without a schedule, negative ones do not count either. Reading a tensor waits for its device.
 
         Raises
         ------
@@ -270,16 +270,16 @@ class CheckpointManager:
     ) -> RestoredState | None:
         """Put a checkpoint into the model, the optimizers, the reader and the generators, in place. Blocks.
 
-        Nothing is written, and a training that is at work on the store goes on: also an evaluation may call this (or
-        `load`, which needs no manager). The first `step` or `save` behind it takes the store over, and if that was not
-        the head, commits a rollback record. What was trained since the last save is given up.
+        Nothing is written, and another training that uses the store can continue. So an evaluation may call this, or
+        `load`, which needs no manager. The first `step` or `save` after it takes over the store, and commits a rollback
+        record if the restored version is not the head. What was trained since the last save is lost.
 
         Parameters
         ----------
         version, step, tag
             Which one; else the head.
         tables
-            Stored name to mine, for tables that are named differently.
+            Stored name to the model's name, for tables whose names differ.
         strict
             Refuse where checkpoint and model differ in tables, dense tensors, optimizers or the number of ranks; else
             restore what both have and return what was ``missing`` and ``unexpected``; the next save is then a baseline.
@@ -290,11 +290,11 @@ class CheckpointManager:
             For slots with one value per row and column shard, where columns are cut otherwise than in the checkpoint:
             refuse, take the ``mean`` over a row's shards, or ``drop`` them (they stay as they are).
         fallback
-            Where the head is damaged, warn and go on from the newest version that is whole (which is read once more),
-            behind a rollback record. What is damaged stays in the store. Only for the head.
+            If the head is damaged, warn and restore the newest undamaged version instead, which is read once more. The
+            next save commits a rollback record first. Damaged objects stay in the store. Only for the head.
         redistribute
-            Makes one reader state per rank of the list of saved ones, where another number of ranks resumes. Without it
-            such a restore is refused.
+            If another number of ranks resumes: a function from the list of saved reader states to one state for each
+            rank. Without it such a restore is refused.
 
         Returns
         -------
@@ -306,7 +306,7 @@ class CheckpointManager:
         BadInput, BadShape, BadDtype, Unsupported, VersionNotFound, VersionExpired, TagNotFound
             Before anything is changed; also where nothing of the checkpoint fits the training.
         CorruptStore, StorageFailure
-            Weights may be half restored: restore again, another version if need be.
+            Weights may be half restored: restore again, or restore another version.
         """
         self._check_open()
         request = RestoreRequest(
@@ -350,12 +350,12 @@ class CheckpointManager:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is under way in the background."""
+        """Whether a save is running in the background."""
         return self._saver.is_saving
 
     @property
     def rate(self) -> RateStatus:
-        """How exact tables are stored, and what becomes of that at the next save."""
+        """How exactly tables are stored, and what the next save changes."""
         return self._saver.chain.rate.status
 
     @property
@@ -365,7 +365,7 @@ class CheckpointManager:
 
     @property
     def tracker(self) -> RowTracker:
-        """The row tracker: `mark` rows that other code than a known optimizer writes."""
+        """The row tracker: `mark` rows that are written by code other than a known optimizer."""
         return self._training.tracker
 
     @property
@@ -374,10 +374,10 @@ class CheckpointManager:
         return self._saver.writer.mirror_nbytes
 
     def _save_due(self) -> None:
-        """Begin the save that is due, as ``when_busy`` and ``on_error`` say."""
+        """Begin the save that is due, by the rules of ``when_busy`` and ``on_error``."""
         started = time.perf_counter()
         control, policy = self._training.control, self._policy
-        # What one rank cannot save now no rank can; with "wait" nobody needs to ask.
+        # If one rank cannot save now, no rank can; with "wait" no rank asks.
         if policy.when_busy != "wait" and any(together(control, lambda: self.is_saving)):
             if policy.when_busy == "refuse":
                 raise SaveInProgress(
@@ -399,7 +399,7 @@ class CheckpointManager:
             self._reports.report(self._saver.collect(wait=False))
 
     def _save_last(self) -> None:
-        """Save because the process is about to be ended; a failure before this one must not prevent it."""
+        """Save because the process is about to end; an earlier failure must not prevent it."""
         if (error := self._saver.collect(wait=True)) is not None:
             logger.error("the save before the last one failed, its rows are in the last one: %s", error)
         self.save()
@@ -420,7 +420,7 @@ class CheckpointManager:
             logger.error("a checkpoint failed while the training ended: %s", failure)
 
     def close(self) -> None:
-        """Wait for the save under way, and let go of model and store. Saves nothing more; a second call is harmless.
+        """Wait for a running save, remove all hooks, close the store. Saves nothing more; a second call does nothing.
 
         Raises
         ------

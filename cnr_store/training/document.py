@@ -165,7 +165,7 @@ def trainer_of(trainer: Any, progress: Any) -> TrainerDocument:
     Raises
     ------
     CorruptStore
-        They are not what a trainer writes; says which and where.
+        They are not what a trainer writes; the message names the document and the place.
     NewerFormat
     """
     found = trainer.get("format") if isinstance(trainer, dict) else None

@@ -16,7 +16,7 @@ from cnr_store.store import Store
 
 @dataclass(frozen=True, slots=True)
 class WentBack:
-    """What a training goes on from, the same on all ranks.
+    """What a training continues from, the same on all ranks.
 
     Attributes
     ----------
@@ -25,7 +25,7 @@ class WentBack:
     target
         The newest version that is whole.
     newest, torn
-        The newest record that could be read, and the sha256 of each position behind it that could not.
+        The newest record that could be read, and the sha256 of each later position that could not.
     problem
         What is wrong, and which object it is.
     """

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 Loaded = TypeVar("Loaded")
 
 _LOOKS = 3
-"""How often a head is looked at anew that was compacted, and deleted, while it was loaded."""
+"""How often a load is tried, if the head is compacted and deleted while it is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Planned:
 
 
 def choose_start(store: Store, version: int | None, step: int | None, tag: str | None) -> dict[str, Any]:
-    """Return the ``version`` to go on from, by at most one of the three, and the ``newest`` there is, as plain JSON.
+    """Return the ``version`` to restore, by at most one of the three, and the ``newest`` version, as plain JSON.
 
     ``is_empty``: nothing was saved yet. A few GETs.
 

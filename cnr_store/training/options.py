@@ -1,4 +1,4 @@
-"""The choices that a caller of the manager makes, in records that check themselves."""
+"""The options of a manager, in records that check their values, and options by table."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from cnr_store_gpu import Movement
 from cnr_store_gpu.tracker import InFlight
 
 WhenBusy = Literal["wait", "skip", "refuse"]
-"""What a save that is due does while one is under way: wait for it, leave its rows to the next one, or raise."""
+"""What a due save does while another one is running: wait for it, leave its rows to the next save, or raise."""
 
 OnError = Literal["raise", "warn"]
 """What a failed save does at the next `step`: stop the training or warn. Its rows stay dirty either way."""
 
 FirstBaseline = Literal["stall", "live"]
-"""How a table that must be read whole is read: the training stalls until it is written, or goes on meanwhile."""
+"""How a table that must be read whole is read: while the training waits, or while it continues."""
 
 Moves = Literal["touched", "ever_touched", "all"]
 """Which rows a step of an optimizer changes: those looked up, those ever looked up, or all."""
@@ -42,7 +42,7 @@ class SavePolicy:
     policy
         ``baseline``, ``consecutive``, ``one_shot`` or ``intermittent`` (`cnr_store.write.policy`).
     every_seconds
-        A save is due so long after the last one, besides the manager's ``every_steps``. For trainings of one rank.
+        A save is also due this long after the last one, in addition to ``every_steps``. For trainings of one rank.
     first_baseline
         How tables are read that must be written whole: in the first save, with a new slot or another scale. ``live``:
         while the training goes on; rows that it changes meanwhile are copied at the first step behind that, and the
@@ -134,7 +134,7 @@ class TrackingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionPolicy:
-    """How exact a `CheckpointManager` stores tables as the run goes on; `TableOptions` say how exact they begin.
+    """How exactly a `CheckpointManager` stores tables during the run; `TableOptions` set how exactly at the beginning.
 
     Attributes
     ----------
@@ -225,7 +225,7 @@ def options_by_table(
 
 
 def check_table_options(options: Mapping[str, TableOptions], dtypes: Mapping[str, TableDtype]) -> None:
-    """Return if tables can be stored as their options say; ``dtypes`` are those of this rank's tables.
+    """Return if tables can be stored by their options; ``dtypes`` are those of this rank's tables.
 
     Raises
     ------

@@ -169,7 +169,7 @@ def reader_states_for(states: Sequence[Any], world: int, redistribute: Redistrib
 def resume(reader: Stateful, state: Any) -> None:
     """Give a reader its state back. If it is a loader of torch, its next iterator leaves the generators as they are.
 
-    That is the one that goes on behind ``state``; those of later epochs draw as ever.
+    That iterator continues after ``state``. Iterators of later epochs draw as usual.
     """
     reader.load_state_dict(state)
     loader: Any = reader

@@ -1,4 +1,4 @@
-"""Puts a checkpoint into the live training, and makes the saver go on from it. Nothing is written to the store."""
+"""Puts a checkpoint into the live training, and makes the saver continue from it. Nothing is written to the store."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Restorer:
         return replace(restored, fallback_from=back.damaged, problem=back.problem)
 
     def _load(self, take_over: TakeOver, request: RestoreRequest) -> RestoredState:
-        """Put a version in place, and go on from it at the next step or save; nothing is written before that."""
+        """Put a version in place, and continue from it at the next step or save; nothing is written before that."""
         planned: list[Planned] = []
         # On every rank before anything is changed on one.
         together(self.training.control, lambda: planned.append(self._plan(take_over.version, request)))

@@ -187,7 +187,7 @@ def _sparse_rows(dense: torch.Tensor) -> torch.Tensor:
 
 
 def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """A view, one row per row; `reshape` refuses to tell the width of none."""
+    """A view with one row per row; `reshape` fails where there is no row."""
     return tensor.unsqueeze(1) if tensor.ndim == 1 else tensor.flatten(1)
 
 
@@ -200,7 +200,7 @@ def _put_inline(one: Optimized, saved: Mapping[str, Any], plan: RestorePlan, opt
     row_state = next((set(shard.slots) for shard in plan.shards if shard.owner is one), set())
     dense_keys = {key for owner, key in plan.optimizer_dense.values() if owner is one}
     if not saved and not row_state and not dense_keys:
-        # Saved before the optimizer's first step: it must make its state anew.
+        # Saved before the optimizer's first step: it must create its state again.
         optimizer.state.pop(one.parameter, None)
         return
     state = optimizer.state[one.parameter]
@@ -237,7 +237,7 @@ def check_resizable(plan: RestorePlan, holdings: Holdings) -> None:
     Raises
     ------
     Unsupported
-        Several ranks, or shards: nobody holds the whole table.
+        Several ranks, or shards: no process holds the whole table.
     """
     if plan.resized and holdings.placement is not None:
         table = min(plan.resized)

@@ -39,7 +39,7 @@ from cnr_store_gpu.words import Words, rows_of
 
 @dataclass(slots=True, eq=False)
 class SaveStager:
-    """Makes the job of a save: takes the marks, copies the marked rows, and hands over what is no row of a table.
+    """Makes the job of a save: takes the marks, copies the marked rows, and passes on everything that is no row.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class SaveStager:
     buffers: StagingBuffers = field(default_factory=StagingBuffers)
 
     def begin_reading(self, transaction: Transaction, writer: Writer, plan: SavePlan) -> LiveRead | None:
-        """Return what of a planned save can be read while the training goes on; None where no table is stored anew.
+        """Return what can be read while the training continues; None if the save writes no table whole.
 
         Takes the marks of what is read. Blocks; all ranks call it.
         """

@@ -102,7 +102,7 @@ class SaveEvent(Enum):
     STEPPED = "stepped"
     """A step was trained after a restore."""
     READ = "read"
-    """Tables began to be read while the training goes on."""
+    """Tables began to be read while the training continues."""
     STARTED = "started"
     """A save was handed to the background."""
     WON = "won"

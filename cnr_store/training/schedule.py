@@ -21,7 +21,7 @@ from cnr_store_gpu import RowTracker
 
 @dataclass(slots=True, eq=False)
 class TrainingPosition:
-    """The step that was trained last, and the reader's state behind it.
+    """The step that was trained last, and the reader's state after it.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class TrainingPosition:
     restored_state: Any = None
 
     def check_given(self, reader_state: Any) -> None:
-        """Return if the step behind this one has a reader state, where earlier ones had.
+        """Return if the next step has a reader state, if earlier steps had one.
 
         Raises
         ------
@@ -55,7 +55,7 @@ class TrainingPosition:
         self.given_state, self.restored_state = reader_state, None
 
     def restored(self, step: int, reader_state: Any) -> None:
-        """Begin anew where a checkpoint was saved."""
+        """Continue where a checkpoint was saved."""
         self.step = step
         self.given_state, self.restored_state = None, reader_state
 

@@ -168,7 +168,7 @@ class ShardingLibrary:
     find
         Returns the shards that this rank has of a model; empty if the model has none of this library.
     follow
-        Makes the lookups of those shards tell a tracker, which watches them under `LocalShard.name`, until the
+        Makes the lookups of those shards report to a tracker, which watches them under `LocalShard.name`, until the
         returned handles are removed.
     unwrap
         Returns the plain optimizers inside an optimizer of the library, None if it is none of the library's.
@@ -228,7 +228,7 @@ def find_shards(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = 
 
 
 def follow_lookups(model: nn.Module, tracker: RowTracker) -> list[Handle]:
-    """Make the lookups of `find_shards`' shards tell a tracker which rows they read, until the handles are removed.
+    """Make the lookups of `find_shards`' shards report the rows that they read, until the handles are removed.
 
     The tracker has to watch each shard under its `LocalShard.name`. Own hooks: trackers of the library keep working.
     """

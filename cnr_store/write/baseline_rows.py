@@ -132,7 +132,7 @@ def scan_table(
 ) -> TableScan:
     """Read all rows of a table into a new mirror; parameters as of `stage_table`.
 
-    Rows that somebody writes meanwhile have any code, or are escapes, until they are laid over the mirror.
+    Rows that the training writes during this pass get any code, or are exact rows, until they are laid over the mirror.
     """
     rectangle = rectangle or whole_of(schema)
     first, stop = rectangle.rows

@@ -77,11 +77,11 @@ class Commit:
     # ---- before and instead of it
 
     def leave(self) -> None:
-        """Say that the other ranks wait for no answer of this one any more: they know that the save is over."""
+        """Note that the other ranks know that the save is over, and wait for no answer of this one."""
         self._has_answered = True
 
     def refuse(self) -> None:
-        """Tell the other ranks, unless they know, that this one gives up; blocks until they commit or abort too."""
+        """Send to the other ranks, unless they know, that this one aborts; blocks until they commit or abort too."""
         ranks = self._state.setup.ranks
         if ranks.world > 1 and not self._has_answered:
             self._has_answered = True
@@ -144,14 +144,14 @@ class Commit:
             yield
         except (StorageFailure, CorruptStore):
             entry: LogEntry | None = self._state.head
-            with contextlib.suppress(StorageFailure, CorruptStore):  # then the failure is the error to tell
+            with contextlib.suppress(StorageFailure, CorruptStore):  # then the failure is the error to raise
                 while entry is not None:
                     check_not_given_up(entry.record, self._staged.draft.txn)
                     entry = self._state.setup.log.poll(entry)
             raise
 
     def _receipts(self, answers: Sequence[Mapping[str, Any]]) -> list[Receipt]:
-        """Return rank 0's own receipt and read the others back: of them the store decides, not what was said."""
+        """Return rank 0's own receipt, and read the others from the store: what is stored counts, not the message."""
         for rank, answer in enumerate(answers):
             if answer["tables"] != answers[0]["tables"]:
                 raise BadInput(
@@ -191,7 +191,7 @@ class Commit:
         )  # fmt: skip
 
     def _append(self, draft: CommitRecord) -> LogEntry:
-        """Append the record, and note it in `undecided` if its fate stays open."""
+        """Append the record, and keep it in `undecided` if the outcome is unknown."""
         log = self._state.setup.log
         with log.exclusive():
             leftover = log.unresolved_entry
@@ -240,7 +240,7 @@ class Commit:
     def _end_without_outcome(self, error: BaseException, *, handed_over: bool) -> None:
         """Update the writer's state after a failed exchange, by what is known of the commit."""
         state, decision = self._state, self._decision
-        if decision is not None:  # rank 0 knows what it did, although it could not say so
+        if decision is not None:  # rank 0 knows the outcome, although it could not send it
             if decision.entry is not None:
                 self.version = decision.entry.record.v
                 self._move_on(decision.entry)
@@ -251,7 +251,7 @@ class Commit:
         elif state.setup.ranks.rank > 0 and (
             handed_over or (self._receipt is not None and isinstance(error, RankLost))
         ):
-            # Rank 0 may have every receipt, and may have committed: only the log can tell.
+            # Rank 0 may have every receipt, and may have committed: only the log shows it.
             state.pending = self
         else:
             # Before all shares were there nothing went into the log: the mirrors are the head's state as before.
@@ -293,7 +293,7 @@ class Commit:
         except RankLost:
             if state.setup.ranks.rank == 0 and not resolved:
                 raise
-            if resolved:  # rank 0 knows it, although it could not say so
+            if resolved:  # rank 0 knows it, although it could not send it
                 version = None if resolved[0] is None else resolved[0].record.v
             else:
                 version = self._find_in_log()
@@ -326,7 +326,7 @@ class Commit:
             raise
 
     def _find_in_log(self) -> int | None:
-        """Look for a commit whose outcome rank 0 could not tell: its version, None if it cannot come any more."""
+        """Look in the log for a commit whose outcome rank 0 could not send: its version, None if it cannot come."""
         state = self._state
         head = state.head
         try:
@@ -353,7 +353,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class _Announced:
-    """What rank 0 tells the others of the commit: the version, or the error and whether it may stand all the same."""
+    """What rank 0 sends to the others: the version, or the error and whether the commit may be in the log anyway."""
 
     version: int | None
     size_bytes: int

@@ -315,5 +315,5 @@ def finish_move(
 
 
 def options_on_bad_rows(options: TableOptions | None) -> OnBadRows:
-    """Return what the options say about rows that cannot be encoded; ``refuse`` without options."""
+    """Return the options' rule for rows that cannot be encoded; ``refuse`` without options."""
     return "refuse" if options is None else options.nonfinite

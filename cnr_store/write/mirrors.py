@@ -80,7 +80,7 @@ class Mirrors:
         self._digests[shard] = digest
 
     def allocator(self) -> Allocate:
-        """Return how memory for a mirror is made; zeroed. Where it is files, there is room for them, or it says so.
+        """Return a function that allocates zeroed memory for a mirror; files reserve their space on the disk.
 
         Raises
         ------

@@ -50,7 +50,7 @@ def decide(
 ) -> Decision:
     """Return what the next checkpoint is, given the committed ones, oldest first. Pure.
 
-    ``chain_length`` is the head's number of segments, when compaction has made it less than the history tells.
+    ``chain_length`` is the head's number of segments, if compaction has made it smaller than the history suggests.
 
     Examples
     --------
@@ -84,11 +84,11 @@ def decide(
 
 
 def is_baseline_cheaper(baseline_bytes: int, delta_bytes: Sequence[int]) -> bool:
-    """Say whether Check-N-Run's predictor wants a baseline after these deltas since the last baseline. Pure.
+    """Return whether Check-N-Run's predictor chooses a baseline after these deltas since the last baseline. Pure.
 
     With S_i the size of delta i as a fraction of the baseline: a baseline now, then the same deltas again, costs
-    ``F = 1 + S_1 + ... + S_i``; going on costs ``I = (i + 1) * S_i`` at least. Full iff ``F <= I``. Deltas are
-    cumulative (``base="baseline"``). Counted in bytes, so without rounding.
+    ``F = 1 + S_1 + ... + S_i``; another delta costs ``I = (i + 1) * S_i`` at least. A baseline iff ``F <= I``. Deltas
+    are cumulative (``base="baseline"``). Counted in bytes, so without rounding.
 
     >>> is_baseline_cheaper(100, [25, 33, 39, 44, 48]), is_baseline_cheaper(100, [25, 33, 39, 44, 48, 51])
     (False, True)

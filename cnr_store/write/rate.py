@@ -91,7 +91,7 @@ def halvings_to(scale: float, wanted: float) -> int:
 
 
 DRIFT = 2.0
-"""A baseline chooses a scale anew that has become so many times finer than what was asked for."""
+"""A baseline chooses a new scale if the present one is this many times finer than the requested one."""
 
 
 def is_too_fine(scale: float, target: float) -> bool:
@@ -107,7 +107,7 @@ def is_too_fine(scale: float, target: float) -> bool:
 
 
 LOSS_TOLERANCE = 0.05
-"""A loss that is within this share of where it was counts as the same."""
+"""A loss counts as unchanged within this share."""
 
 LOSSES_IN_MEAN = 100
 """Losses that `smoothed` takes the mean of, about."""
@@ -190,6 +190,6 @@ def refinement(
 
 
 def known_bits(stored: Mapping[str, int], table: str, expected: float) -> AffineBits:
-    """Return the width that a table's scale is for: as a checkpoint says, else what ``expected`` restores ask for."""
+    """Return the width that a table's scale is for: the checkpoint's, else that of ``expected`` restores."""
     found = stored.get(table)
     return next((bits for bits in (2, 3, 4, 8) if bits == found), expected_bits(expected))

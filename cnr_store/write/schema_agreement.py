@@ -112,7 +112,7 @@ def agree(table: str, proposals: Sequence[Proposal]) -> TableSchema:
 
 
 def _agreed_steps(proposals: Sequence[Proposal]) -> dict[str, Lattice]:
-    """The step of each slot that is a lattice, over all shards; one whose slot is all zero has no say in it."""
+    """The step of each slot that is a lattice, over all shards whose slot is not all zero."""
     known: dict[str, list[tuple[ScaleChoice, int]]] = {}
     for one in proposals:
         for name, slot in one.schema.slots.items():

@@ -43,7 +43,7 @@ class Declaration:
 
 
 class SchemaChanges:
-    """The tables as a transaction will leave them. Methods raise what those of `Transaction` say.
+    """The tables as a transaction will leave them. Errors are those of `Transaction`.
 
     ``written``, where a method asks for it, names the tables whose rows the transaction was given already.
 
@@ -87,7 +87,7 @@ class SchemaChanges:
         return self.options.get(table) or self._state.mirrors.options.get(table)
 
     def agree(self, tables: Mapping[str, Sequence[Declaration]], written: Set[str]) -> None:
-        """Agree with all ranks on the schemas of tables that they write anew. Blocks; all ranks call it."""
+        """Agree with all ranks on the schemas of tables that they write whole. Blocks; all ranks call it."""
         proposals: dict[str, list[Proposal]] = {}
         for answer in together(self._state.setup.ranks, partial(self._propose, tables, written)):
             for table, given in answer.items():

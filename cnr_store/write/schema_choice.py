@@ -313,7 +313,7 @@ def choose_slot_encoding(
 
 
 def root_mean_square(sample: RowSample) -> float:
-    """Return that of the finite elements that are not zero: rows that no step has touched say nothing. 0 for none."""
+    """Return that of the finite elements that are not zero, as in rows that never changed. 0 if there are none."""
     values = sample.rows().astype(np.float64)
     known = values[np.isfinite(values) & (values != 0.0)]
     return math.sqrt(float(np.mean(np.square(known)))) if known.size else 0.0

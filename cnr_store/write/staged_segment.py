@@ -27,7 +27,7 @@ from cnr_store.write.writer_state import SegmentDraft, WriterState
 
 
 class StagedDocuments:
-    """Dense tensors, scalars and documents of one transaction. Methods raise what those of `Transaction` say.
+    """Dense tensors, scalars and documents of one transaction. Errors are those of `Transaction`.
 
     Attributes
     ----------

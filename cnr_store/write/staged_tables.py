@@ -37,7 +37,7 @@ from cnr_store.write.writer_state import SegmentDraft, WriterState
 
 
 class PartWriter:
-    """Puts the row lists of tables into a segment, and remembers what the manifest says of them.
+    """Puts the row lists of tables into a segment, and keeps their entries for the manifest.
 
     Attributes
     ----------
@@ -110,7 +110,7 @@ def _hex(digest: int | None) -> str | None:
 
 
 class StagedTables:
-    """What a transaction has of tables' rows on this rank. Methods raise what those of `Transaction` say.
+    """The rows of tables that a transaction was given on this rank. Errors are those of `Transaction`.
 
     Whole tables are put when they are given, row lists by `write_parts`. Mirrors move by `move_mirrors` alone.
     """
@@ -336,7 +336,7 @@ class StagedTables:
         ]
         if state.snapshot is not None:
             return known
-        # One of the head's that is left out must be dropped aloud.
+        # A table of the head that is left out must be dropped explicitly.
         return [*known, *(n for n in state.head_tables if n not in tables and n not in self._schemas.dropped)]
 
     def _can_write(self, shard: Shard) -> bool:

@@ -2,7 +2,7 @@
 
 A delta of a few rows in each of a thousand tables costs what its rows do: a call of numpy or a kernel takes longer to
 begin than a hundred rows take (`format_spec/decisions/0027`). What is not small or plain goes table by table, through
-`delta_rows`, which says what each of these calls does. Pure computation on threads, no I/O.
+`delta_rows`, which defines what each of these calls does. Pure computation on threads, no I/O.
 """
 
 from __future__ import annotations

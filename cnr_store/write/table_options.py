@@ -1,6 +1,6 @@
-"""How a table is to be stored: what a user states, before a scale is chosen.
+"""How a table is stored: the options that a user gives, before a scale is chosen.
 
-Checked where it is made, as far as no table is needed for it: what only the dtype decides is checked by
+The record checks its values when it is made. What depends on the table's dtype is checked later, by
 `cnr_store.write.schema_choice.check_options`.
 """
 
@@ -33,9 +33,9 @@ ENCODINGS_WITH: dict[str, tuple[EncodingName, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class TableOptions:
-    """How a table is stored; what a user states, before a scale is chosen.
+    """How a table is stored.
 
-    Options that contradict each other, or that the encoding would leave unused, are refused.
+    Options that contradict each other, or that the encoding does not use, are refused.
 
     Attributes
     ----------
@@ -43,22 +43,22 @@ class TableOptions:
         None chooses ``lattice`` for float32 tables and exact ``float_bits`` for float16 and bfloat16 tables.
     bits
         For ``lattice``: as exact as b-bit Check-N-Run rows (2, 3, 4, 8; default 8). For ``affine``: the width.
-        ``"auto"`` follows the expected number of restores (2 bits up to 1, 3 up to 3, 4 up to 20, else 8).
+        ``"auto"`` depends on the expected number of restores (2 bits up to 1, 3 up to 3, 4 up to 20, else 8).
     max_error, scale
         For ``lattice``, instead of ``bits``: largest absolute error of an element, or the step itself.
     expected_restores
-        How often the run will be restored; used by ``bits="auto"``. A `CheckpointManager` counts, and takes the number
-        of restores that there were once it is larger.
+        How often the run will be restored; used by ``bits="auto"``. A `CheckpointManager` counts restores, and uses its
+        count once that is larger.
     search, param_dtype
-        For ``affine``: the parameter search, and the dtype scale and zero_point are stored in.
+        For ``affine``: the parameter search, and the dtype of the stored scale and zero_point.
     mantissa_bits
         For ``float_bits``: 23 is exact fp32 (default: exact for the dtype).
     slot_bits
-        How exact optimizer slots are: as beside a table of so many bits (2, 3, 4, 8), or ``"exact"``; for all slots, or
-        by name of the slot. None, and slots that are not named: as the table's ``bits``, 8 where it has none.
+        How exactly optimizer slots are stored: as for a table of so many bits (2, 3, 4, 8), or ``"exact"``; for all
+        slots, or by name of the slot. None, and slots that are not named: the table's ``bits``, 8 if it has none.
     nonfinite
-        What to do with rows that hold NaN, Inf or values beyond the code range: refuse the save, or keep them exactly
-        as escape rows.
+        What to do with rows that hold NaN, Inf or values beyond the code range: refuse the save, or store them as exact
+        rows (``escape``).
     fill
         Value of rows that were never set or were deleted.
 
@@ -96,7 +96,7 @@ class TableOptions:
         if self.bits == "auto" and self.expected_restores is None:
             raise BadInput(
                 'bits="auto" needs expected_restores=: how often the run will be restored; '
-                "cnr_store.expected_restores(run_hours, mean_hours_between_failures) tells it from a failure rate"
+                "cnr_store.expected_restores(run_hours, mean_hours_between_failures) computes it from a failure rate"
             )
 
     def _check_values(self) -> None:

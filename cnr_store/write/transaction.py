@@ -36,7 +36,7 @@ class Transaction:
     Notes
     -----
     Where several ranks write together each has a transaction for its own shards, begun and committed by all of them.
-    ``rectangle=`` says which shard is meant; it can be left out where this rank holds one shard of the table.
+    ``rectangle=`` names the shard; leave it out if this rank holds one shard of the table.
     """
 
     def __init__(self, state: WriterState, draft: SegmentDraft) -> None:
@@ -104,7 +104,7 @@ class Transaction:
         return self._staged.tables.missing_tables
 
     def declare_tables(self, tables: Mapping[str, Sequence[Declaration]]) -> None:
-        """Agree with all ranks on how tables are stored that `write_table` will write anew. Blocks; all ranks call it.
+        """Agree with all ranks on how tables are stored that `write_table` will write. Blocks; all ranks call it.
 
         Scales are chosen here, of many tables at a time. Writers with a placement need it for new tables and new
         encodings: one scale must hold for all shards of a table (`cnr_store.write.schema_agreement`).
@@ -190,19 +190,19 @@ class Transaction:
     def read_live(
         self, table: str, values: Any, *, slots: Mapping[str, Any] | None = None, rectangle: Rectangle | None = None
     ) -> bool:
-        """Read every row of a declared table into its mirror, from memory that somebody may write meanwhile. Blocks.
+        """Read every row of a declared table into its mirror, while the training may write them. Blocks.
 
-        Puts nothing: `commit` writes the table from the mirror, with the rows laid over it that `write_rows` gets. For
-        a baseline; every row that was written since this call began must come to `write_rows`, as it is at the step of
-        the commit (`move_to`). What was read of such a row, all of it or half, is in no object then.
+        Puts no object: `commit` writes the table from the mirror, with the rows of `write_rows` laid over it. For a
+        baseline. Every row that was written since this call began must be given to `write_rows`, with its values at the
+        step of the commit (`move_to`). Then no object has what was read of such a row, which may be half written.
 
         Parameters are those of `write_table`.
 
         Returns
         -------
         bool
-            False if the table has no mirror of all its arrays (``mirror="none"``, affine rows): nothing was read, give
-            it to `write_table`, which wants that nobody writes.
+            False if the table has no mirror of all its arrays (``mirror="none"``, affine rows): nothing was read. Give
+            it to `write_table`, while nothing writes its rows.
 
         Raises
         ------
@@ -227,9 +227,9 @@ class Transaction:
         nonfinite: Literal["refuse", "escape"] | None = None,
         rectangle: Rectangle | None = None,
     ) -> int:
-        """Write touched rows of a table; returns how many the segment holds (unchanged rows leave). Blocks.
+        """Write touched rows of a table; returns how many the segment will have, without unchanged ones. Blocks.
 
-        They are encoded now, against the mirror, and put by `commit`.
+        They are encoded now, against the mirror; `commit` puts them.
 
         Parameters
         ----------
@@ -242,9 +242,9 @@ class Transaction:
         slots
             Every slot of the table: (n,) or (n, dim).
         nonfinite
-            What to do with rows that hold NaN, Inf or values beyond the code range. None does as the table's options
-            say; a writer that has restored the table knows no options, and refuses. Rows given as codes can escape only
-            as what their codes stand for.
+            What to do with rows that hold NaN, Inf or values beyond the code range. None follows the table's options;
+            a writer that has restored the table has none, and refuses. Rows that are given as codes become exact rows
+            of the values that the codes mean.
 
         Raises
         ------
@@ -264,9 +264,8 @@ class Transaction:
     ) -> RowIds:  # fmt: skip
         """Return which of the rows from ``first_row`` on differ in a code from what is stored; int64, ascending.
 
-        For callers that do not know what they changed: pass the result to `write_rows`. Compares with the mirror, so
-        it returns all of them where there is none (``mirror="none"``; the encodings affine and raw). Stages nothing.
-        Blocks.
+        For callers that do not know what they changed: pass the result to `write_rows`. It compares with the mirror, so
+        it returns all rows if there is none (``mirror="none"``; the encodings affine and raw). Stages nothing. Blocks.
 
         Parameters are those of `write_rows`, for ``len(values)`` consecutive rows.
 
@@ -304,9 +303,9 @@ class Transaction:
     def refine_scale(self, table: str, halvings: int = 1) -> None:
         """Halve a lattice's step ``halvings`` times, from this delta on: later saves are that much more exact.
 
-        Only in the first save after `Writer.restore`, when the live values are those of the mirror, so that every code
-        goes over exactly (design, section 4); the record says so in ``shift``. Rows of the table come after it, and are
-        best all touched ones. Blocks; memory: a second copy of the table's codes until the commit.
+        Only in the first save after `Writer.restore`: then the live values are those of the mirror, and every code is
+        converted exactly (design, section 4). The manifest records it as ``shift``. Give the table's rows after this
+        call, best all touched ones. Blocks; memory: a second copy of the table's codes until the commit.
 
         Raises
         ------
@@ -400,15 +399,15 @@ class Transaction:
         ------
         BadInput
             Tables or rows that the commit needs were not written, or ``user`` is no JSON of at most 32 levels; the
-            transaction can go on.
+            transaction stays open.
         Fenced, Conflict, DoesNotApply, TransactionAborted, StorageFailure
             Nothing became visible; the rows are still to be saved.
         CommitStateUnknown
-            Neither won nor lost: `Writer.settle` finds out. Or the store's log still has an unknown record of something
-            else (a tag, say): then nothing of this was sent, `undecided` is None, and the rows are still to be saved.
+            Neither won nor lost: `Writer.settle` finds out. Or the store's log has an unknown record of another
+            operation, such as a tag: then nothing was sent, `undecided` is None, and the rows are still to be saved.
         RankFailed, RankLost
-            Another rank failed, or does not answer: nothing became visible, unless it was lost and this is rank 0 with
-            a `version`. Errors of this library keep their kind on every rank.
+            Another rank failed, or does not answer. Nothing became visible, unless this is rank 0 and has a `version`
+            after a RankLost. Errors of this library keep their kind on every rank.
         """
         self._check_open()
         user = {**self._notes, **(user or {})}

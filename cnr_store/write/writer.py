@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 _RESTORES = 3
-"""How often a head is loaded anew that compaction replaced, and collection deleted, while it was loaded."""
+"""How often a load is tried, if the head is compacted and its segments deleted while it is loaded."""
 
 
 class Writer:
@@ -111,7 +111,7 @@ class Writer:
         return self._state.shards(tables)
 
     def take_over(self) -> None:
-        """Become the committer, if this writer is not yet: it fences the others and goes on from what it has loaded.
+        """Become the committer, if this writer is not yet: fence the others, and continue from what was loaded.
 
         For a writer with a ``succession``; `begin` does it too. All ranks call it. Blocks for a few requests, once.
 
@@ -134,7 +134,7 @@ class Writer:
     ) -> Snapshot:
         """Load the head's state: fill ``outputs`` and the mirrors in one pass; returns the snapshot. Blocks.
 
-        The head is what the log says now, so this also follows a rollback. An open transaction ends. A writer that has
+        The head is read from the log, so this also follows a rollback. An open transaction ends. A writer that has
         not taken over loads the version of its succession.
 
         Parameters
@@ -155,8 +155,8 @@ class Writer:
         CommitStateUnknown
             The outcome of the last commit is unknown: call `settle`.
         VersionExpired
-            Again and again the head was compacted, and what it had been made of deleted, before it was loaded: garbage
-            collection waits for less than that takes.
+            In each attempt the head was compacted, and its segments deleted, before it was loaded: the grace period of
+            garbage collection is shorter than a load.
         CorruptStore
             Outputs filled so far hold undefined values.
         """

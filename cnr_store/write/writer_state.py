@@ -77,14 +77,14 @@ class UnknownCommit(Protocol):
 
 
 class Succession(Protocol):
-    """How a writer that has loaded a state comes to its epoch, when it goes on from that state."""
+    """How a writer that has loaded a state gets its epoch, to continue from that state."""
 
     @property
     def version(self) -> int:
         """The version that it has loaded."""
 
     def take(self, info: WriterInfo) -> LogEntry:
-        """Commit the writer's epoch, on rank 0, and return the entry that it goes on from. Safe to call again."""
+        """Commit the writer's epoch, on rank 0, and return the entry to continue from. Safe to call again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +167,12 @@ class WriterState:
     def snapshot_of(
         self, entry: LogEntry, *, known: Mapping[str, SegmentReader] | None = None, opens: bool = True
     ) -> Snapshot:
-        """Return the state of a record that this writer goes on from; ``known``, ``opens`` as of `Snapshot`.
+        """Return the state of a record that this writer continues; ``known``, ``opens`` as of `Snapshot`.
 
-        What a read of it misses since compaction replaced it, and collection deleted it, is DoesNotApply and no damage.
+        A read of an object that was deleted after a compaction raises DoesNotApply: it is not damage.
         """
 
-        def tell(missing: MissingObject) -> None:
+        def raise_if_expired(missing: MissingObject) -> None:
             newest = expired_by(self.setup.log, entry.record.v)
             if newest is not None:
                 raise DoesNotApply(
@@ -182,7 +182,9 @@ class WriterState:
                     version=newest.v, found=missing.path,
                 ) from missing  # fmt: skip
 
-        return Snapshot(self.setup.storage, entry, self.setup.workers, known=known, opens=opens, if_missing=tell)
+        return Snapshot(
+            self.setup.storage, entry, self.setup.workers, known=known, opens=opens, if_missing=raise_if_expired
+        )
 
     def shards(self, tables: Iterable[str]) -> dict[str, tuple[Shard, ...]]:
         """Return what this rank holds of the tables."""
@@ -192,7 +194,7 @@ class WriterState:
     def head_tables(self) -> Mapping[str, TableSchema]:
         """The head's tables. A GET per segment where the writer knows no more of it than its record; blocks for them.
 
-        Of a head that cannot be read nothing is known: a baseline is what takes its place.
+        None for a head that cannot be read: a baseline replaces it.
 
         Raises
         ------
@@ -221,7 +223,7 @@ class WriterState:
         Raises
         ------
         Conflict
-            Another writer has come behind the state that was loaded.
+            Another writer has committed after the state that was loaded.
         VersionExpired, CommitStateUnknown, StorageFailure, CorruptStore, ReadOnlyStore, DoesNotApply
         """
         succession = self.succession
@@ -274,7 +276,7 @@ class WriterState:
                 self.forget()
 
     def follow(self) -> None:
-        """Move behind records that left the training state alone, and keep the mirrors: they are still the head's.
+        """Move to the last record that does not change the training state, and keep the mirrors: they stay valid.
 
         For saves that read the chain: compaction may have replaced segments of it, and what it replaced is deleted some
         day. One request and one more for each such record; stops before any other. All ranks call this. Where the log
@@ -336,8 +338,8 @@ class WriterState:
         """Move the head to the version that this writer committed, and return its state.
 
         Until the mirrors have moved to it (`stand_on`) they are no state. ``written``: segments that are open already.
-        The commit stays acknowledged if its state cannot be opened behind it, where compaction put another segment into
-        its chain; `open_snapshot` tries again.
+        The commit stays acknowledged if its state cannot be opened afterwards, because compaction put another segment
+        into its chain; `open_snapshot` tries again.
         """
         known = {**(self.snapshot.known_readers if self.snapshot else {}), **written}
         self.head = entry
@@ -359,7 +361,7 @@ class WriterState:
         self.mirrors.is_complete = True
 
     def open_snapshot(self) -> None:
-        """Open the state that the mirrors stand for, where that failed behind the last commit. Blocks.
+        """Open the state that the mirrors stand for, if that failed after the last commit. Blocks.
 
         Raises
         ------
@@ -378,8 +380,8 @@ class WriterState:
     def lost(self, error: BaseException) -> None:
         """Nothing became visible.
 
-        After a conflict the head has moved, and after a failed baseline a mirror may be gone: the mirrors are nobody's
-        state until a restore or another baseline.
+        After a conflict the head has moved, and after a failed baseline a mirror may be gone: the mirrors are the state
+        of no version until a restore or another baseline.
         """
         self.open = None
         self.mirrors.drop_staged()

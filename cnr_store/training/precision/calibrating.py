@@ -1,6 +1,6 @@
-"""How coarse tables may be stored, from a validation that the user has: quantize, look, put everything back.
+"""How coarsely tables may be stored, by the user's validation: round the tables, validate, put everything back.
 
-Nothing is written anywhere; the model is as it was, bit for bit, when this is over, whatever happens.
+Nothing is written. Afterwards the model is as before, bit for bit, also after an error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One precision that was tried: 2-bit scales halved so often, what the validation said, and how much worse that is.
+    """One precision that was tried: how often the 2-bit scales were halved, the metric, and how much worse it is.
 
     ``loss`` is relative: 0.01 is one hundredth worse than the live model, below 0 better.
     """
@@ -58,7 +58,7 @@ class Calibration:
     options
         For `CheckpointManager`: those that were given, with the scale of each table that was calibrated.
     metric
-        What the validation says of the live model.
+        The validation's result for the live model.
     trials
         What was tried, coarsest first; the last one was taken.
     is_met
@@ -84,8 +84,8 @@ def calibrate(
     """Return the coarsest scales of a model's tables at which a validation loses no more than it may.
 
     Tables are rounded in place as a restore would round them, first as coarse as 2-bit Check-N-Run rows, then halving
-    the scales, to 8-bit quality at most. Call it on a trained model, in evaluation mode: what fresh tables lose says
-    nothing. Blocks for one validation more than there are trials, 9 or so at most.
+    the scales, to 8-bit quality at most. Call it on a trained model, in evaluation mode: untrained tables give no
+    useful result. Blocks for one validation more than there are trials, at most about 9.
 
     Memory: a copy in host memory of every table that is calibrated, given back at the end.
 
@@ -99,7 +99,7 @@ def calibrate(
     max_quality_loss
         How much larger that may be after all restores, as a share: 1e-4 is a hundredth of a percent.
     expected_restores
-        Each restore rounds anew what has moved since, so errors add up: one may lose that share of the whole.
+        Each restore rounds again the rows that changed since, so errors add up: one restore may lose that share.
     options, tables, ranks
         As for `CheckpointManager`. Tables whose options name ``bits=``, ``max_error=``, ``scale=`` or another encoding
         than a lattice are left alone.
@@ -162,14 +162,14 @@ def calibrate(
 
 @dataclass(frozen=True, slots=True)
 class QualityTarget:
-    """What a manager was asked to find out before its first save: the coarsest scales that lose no more than they may.
+    """What a manager must find out before its first save: the coarsest scales within the allowed loss.
 
     ``tables``: names of parameters that are tables besides the embeddings.
 
     Raises
     ------
     BadInput
-        Only one of the two was given, other options say how exact tables are, or no table is a float32 lattice.
+        Only one of the two was given, other options set the precision, or no table is a float32 lattice.
     """
 
     max_quality_loss: float
@@ -265,7 +265,7 @@ def _scales(shards: Sequence[LocalShard], bits: AffineBits, ranks: Ranks) -> dic
 def _round_to(weight: torch.Tensor, values: torch.Tensor, scale: float) -> None:
     """Fill a tensor with what a lattice restores of ``values`` (`cnr_store.encodings.lattice`), by windows of rows.
 
-    Through ``data``, which counts no new version of it: nobody is to save rows that are put back.
+    Through ``data``, which counts no new version: the tracker must not see rows that are put back.
     """
     for start, stop in windows(weight.shape[0], values[:1].nbytes):
         block = values[start:stop].to(weight.device)

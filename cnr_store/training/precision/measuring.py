@@ -25,7 +25,7 @@ from cnr_store.write.table_options import TableOptions
 from cnr_store.write.writer import Writer
 
 _FEW_ROWS = 2048
-"""Rows that tell whether it is worth while to measure a scale."""
+"""Rows of the sample that decides whether a scale is measured."""
 
 
 @dataclass(frozen=True, slots=True)

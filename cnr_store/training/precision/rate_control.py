@@ -66,10 +66,10 @@ class TableRate:
     Attributes
     ----------
     bits
-        The width that its scale is for, or that its rows have; None where ``max_error=``, ``scale=`` or an exact
-        encoding says it.
+        The width that its scale is for, or that its rows have; None if ``max_error=``, ``scale=`` or an exact encoding
+        sets the precision.
     pending
-        What becomes of it at the next save; None if nothing.
+        What the next save changes; None if nothing.
     """
 
     bits: AffineBits | None
@@ -78,13 +78,12 @@ class TableRate:
 
 @dataclass(frozen=True, slots=True)
 class RateStatus:
-    """What the rate control knows and wants; `CheckpointManager.rate`.
+    """How exactly tables are stored, and why; `CheckpointManager.rate`.
 
     Attributes
     ----------
     restores
-        How often the state that is trained was restored since the run began: restores that nothing was saved behind do
-        not count.
+        How often the state was restored since the run began. A restore counts once a save has followed it.
     tables
         By name.
     first_loss, loss
@@ -104,7 +103,7 @@ logger = logging.getLogger(__name__)
 
 
 class RateControl:
-    """What one manager knows of how exact its tables are. Call it from the thread that trains.
+    """Decides how exactly a manager stores its tables. Call it from the thread that trains.
 
     Parameters
     ----------
@@ -164,9 +163,9 @@ class RateControl:
         self._losses += 1
 
     def options_for(self, table: str) -> TableOptions:
-        """Return how a table is to be stored that is written anew: as the user said, for what has happened since.
+        """Return how to store a table that is written whole: by the user's options, and the restores since then.
 
-        A scale that follows the loss is kept, and halved by what is due.
+        A scale that follows the loss is kept, after the halvings that are due.
         """
         step, planned = self._steps.get(table), self._pending.get(table)
         if self._schedule == "loss" and step is not None and self._is_lattice(table):
@@ -189,16 +188,16 @@ class RateControl:
     # ---- after a restore
 
     def restored(self, ranks: Ranks, writer: Writer, document: RateDocument, kept: Collection[str]) -> None:
-        """Take notice of a restore, and decide what the next save does about it. Blocks; all ranks call it.
+        """Decide, after a restore, what the next save changes. Blocks; all ranks call it.
 
         Takes some 0.3 s for each table whose width grows, and else microseconds.
 
         Parameters
         ----------
         document
-            What the restored checkpoint says.
+            From the restored checkpoint.
         kept
-            Tables that may go on as they are stored, under their own names.
+            Tables that stay as they are stored, under their own names.
         """
         self._restores = document.restores + 1
         self._bits, self._pending, self._staged = {}, {}, {}
@@ -264,7 +263,7 @@ class RateControl:
     # ---- one save
 
     def decide(self, decision: Decision, chain_length: int) -> Decision:
-        """Return a policy's decision, or a baseline where scales wait that this delta could not refine. Pure."""
+        """Return a policy's decision, or a baseline if this delta could not refine scales that are due. Pure."""
         waits = self._to_refine()
         if decision.kind == "delta" and decision.base == "baseline" and chain_length > 1 and waits:
             return Decision(
@@ -292,7 +291,7 @@ class RateControl:
             if table not in anew and table not in self._pending and self._has_target(table)
             if (step := step_of(schemas[table])) is not None
         }
-        if not known:  # as where another rank is not synced, and asks nobody: then all tables are written anew
+        if not known:  # a rank that is not synced does not ask either: then all tables are written whole
             return set()
         roughly = together(
             ranks, lambda: {table: self._meter.roughly(table, self._width_anew(table)) for table in known}
@@ -317,12 +316,12 @@ class RateControl:
         return self._meter.is_lattice(table, self._options[table])
 
     def _is_unsaid(self, table: str) -> bool:
-        """Whether the options leave it to us how exact a table is stored."""
+        """Whether the options leave open how exactly a table is stored."""
         options = self._options.get(table, TableOptions(bits=8))
         return (options.bits, options.max_error, options.scale) == (None, None, None) and self._is_lattice(table)
 
     def _has_target(self, table: str) -> bool:
-        """Whether the options of a lattice say what its scale should be like, and not what it is."""
+        """Whether the options of a lattice name a target for its scale, not the scale itself."""
         options = self._options[table]
         return options.max_error is None and options.scale is None
 
@@ -335,7 +334,7 @@ class RateControl:
         return set(self._to_refine()) if transaction.kind == "baseline" else set()
 
     def stage(self, transaction: Transaction, writer: Writer, anew: set[str]) -> None:
-        """Refine what waits, before rows are given to the transaction. Blocks for a pass over those tables' codes.
+        """Refine the scales that are due, before the transaction gets rows. Blocks for a pass over those tables' codes.
 
         Parameters
         ----------
@@ -371,12 +370,12 @@ class RateControl:
         )  # fmt: skip
 
     def _halved_after(self) -> dict[str, int]:
-        """How often the schedule will have halved each scale once what waits is done; scales chosen anew keep it."""
+        """How often the schedule has halved each scale after this save; a newly chosen scale keeps its count."""
         due = {table: one.halvings for table, one in self._pending.items()} if self._schedule == "loss" else {}
         return {table: self._halved.get(table, 0) + due.get(table, 0) for table in {*self._halved, *due}}
 
     def won(self, transaction: Transaction) -> dict[str, ScaleChange]:
-        """Take notice that the save that was staged is committed; return what it did to scales, and log it."""
+        """Record that the staged save is committed; return what it did to scales, and log it."""
         changes: dict[str, ScaleChange] = {}
         for table, schema in transaction.tables.items():
             before, step = self._before.get(table), step_of(schema)
@@ -398,7 +397,7 @@ class RateControl:
         return changes
 
     def lost(self) -> None:
-        """Take notice that the save that was staged is not committed: what waits goes on waiting."""
+        """Record that the staged save is not committed: what was due stays due."""
         self._staged = {}
 
     def _to_refine(self) -> list[str]:
