@@ -80,20 +80,20 @@ class StreamCopy:
     def changed(self, table: str) -> Iterator[RowBlock]:
         """Yield the rows of a table that differ in the prepared version, in order, with its values."""
         assert self._next is not None
-        changes, escapes = self._next[1].changes, self._next[1].escapes
+        changes, exact_rows = self._next[1].changes, self._next[1].exact_rows
         if table not in changes:
             return iter(())
         before, change = self._tables.get(table), changes[table]
         if change is None:
             return iter(()) if before is None else compared_rows(_ServedRows(before, has_values=False), Nothing())
         if isinstance(change, BaseTable):
-            after = ServedTable(change) if table not in escapes else ServedTable(change, None, escapes[table])
+            after = ServedTable(change) if table not in exact_rows else ServedTable(change, None, exact_rows[table])
             if before is None:
                 return compared_rows(Nothing(), _ServedRows(after))
             is_comparable = are_comparable(before.schema, after.schema)
             return compared_rows(_ServedRows(before, has_values=is_comparable), _ServedRows(after))
         assert before is not None
-        return _overlaid_rows(ServedTable(before.base, change, escapes.get(table, before.escapes)), change)
+        return _overlaid_rows(ServedTable(before.base, change, exact_rows.get(table, before.exact_rows)), change)
 
     def settle(self) -> None:
         """Add the prepared changes to the copy."""
@@ -104,14 +104,14 @@ class StreamCopy:
             if change is None:
                 self._tables.pop(table, None)
                 continue
-            escapes = updates.escapes.get(table)
+            exact_rows = updates.exact_rows.get(table)
             if isinstance(change, BaseTable):
                 base = change
             else:
                 target = merge_target(self._tables[table].base, change, ANONYMOUS)
                 merge_into(target, change)
                 base = target.base
-            self._tables[table] = ServedTable(base) if escapes is None else ServedTable(base, None, escapes)
+            self._tables[table] = ServedTable(base) if exact_rows is None else ServedTable(base, None, exact_rows)
         self._recorded, self._version, self._next = updates.recorded, version, None
 
     def _serve_as(self, table: str, schema: TableSchema) -> ServeAs | None:

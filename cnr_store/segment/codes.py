@@ -161,7 +161,7 @@ def stored_specs(
 
 
 @dataclass(slots=True)
-class EscapeRows:
+class ExactRows:
     """Rows kept as exact floats: sorted ids and, per array, their values (n, width) in the array's float dtype."""
 
     rows: RowIds = field(default_factory=lambda: np.empty(0, np.int64))
@@ -211,7 +211,7 @@ class TableCodes:
         self.arrays = arrays
         self._allocate = allocate
         self.status: npt.NDArray[np.uint8] | None = None
-        self.escapes = EscapeRows()
+        self.escapes = ExactRows()
         self._places: dict[str, tuple[Array, tuple[int, int, int, int]]] = {}
 
     @classmethod
@@ -309,7 +309,7 @@ class TableCodes:
         rows = np.flatnonzero(self.status[low:high] == CODED).astype(np.int64) + (self.start + low)
         return int(kernels.digest_gathered(held, rows, self.start, multipliers, presence))
 
-    def escape_digest(self, escapes: EscapeRows, multipliers: Mapping[str, npt.NDArray[np.uint64]]) -> int:
+    def escape_digest(self, escapes: ExactRows, multipliers: Mapping[str, npt.NDArray[np.uint64]]) -> int:
         """Return what escape rows add to the digest: their float32 bits under the escape presence."""
         total = 0
         for name, factors in multipliers.items():

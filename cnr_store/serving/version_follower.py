@@ -273,7 +273,7 @@ class VersionFollower:
         warms = last is None or options.warm_up_each
         gate = partial(pass_gate, validate=options.validate, warm_up=options.warm_up if warms else None)
         try:
-            queue.stage(built.state, built.tables.changes, built.tables.escapes, built.dense, gate)
+            queue.stage(built.state, built.tables.changes, built.tables.exact_rows, built.dense, gate)
         except VersionRefused as error:
             if not insists:
                 self._refusal = _Refusal(entry, error)

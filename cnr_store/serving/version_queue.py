@@ -16,7 +16,7 @@ import numpy as np
 from cnr_store.errors import CnrStoreError, VersionRefused
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.records import DenseEntry
-from cnr_store.segment.codes import Array, EscapeRows
+from cnr_store.segment.codes import Array, ExactRows
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.serving.candidate import Candidate
 from cnr_store.serving.metrics import LoaderMetrics
@@ -127,7 +127,7 @@ class VersionQueue:
         self,
         state: VersionState,
         changes: Mapping[str, TableChange],
-        escapes: Mapping[str, EscapeRows],
+        exact_rows: Mapping[str, ExactRows],
         dense: Mapping[str, Array] | None,
         gate: Gate,
     ) -> None:
@@ -141,7 +141,7 @@ class VersionQueue:
         record = state.entry.record
         state = replace(state, changed={name: _rows_of(change) for name, change in changes.items()})
         with self.lock:
-            view = self.publisher.stage(record.v, record.step, changes, dense, escapes)
+            view = self.publisher.stage(record.v, record.step, changes, dense, exact_rows)
             self.is_asking = True
             try:
                 if self._binding is not None:

@@ -172,11 +172,12 @@ def content(applied: Applied) -> Any:
     overlay, order = applied.overlay, np.argsort(applied.overlay.ids)
     sure = ~np.isin(overlay.ids[order], applied.unknown)
     status = np.where(sure, overlay.status[order], ESCAPED)
-    means = status == CODED if applied.escapes.values else (status != ABSENT)
+    means = status == CODED if applied.exact_rows.values else (status != ABSENT)
     means &= sure
     return (
         overlay.ids[order].tolist(), status.tolist(), overlay.rows[order][means].tobytes(), applied.unknown.tolist(),
-        applied.escapes.rows.tolist(), {name: values.tobytes() for name, values in applied.escapes.values.items()},
+        applied.exact_rows.rows.tolist(),
+        {name: values.tobytes() for name, values in applied.exact_rows.values.items()},
     )  # fmt: skip
 
 
@@ -194,7 +195,7 @@ def test_the_quick_way_is_the_plain_way(kind: str, seed: int, holding: ServeAs, 
         plain = apply_segment(reader, served, store.internals.workers, reference=True)
 
         if served.kind.kept_as == "values":
-            assert not quick.escapes.rows.size
+            assert not quick.exact_rows.rows.size
         assert content(quick) == content(plain)
         store.close()
 

@@ -10,7 +10,7 @@ import pytest
 from cnr_store.encodings import widths
 from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, NonFiniteValues
 from cnr_store.format.records import TableSchema
-from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, EscapeRows
+from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, ExactRows
 from cnr_store.serving.rows import gather
 from cnr_store.serving.rows.lookup_arguments import checked_ids, checked_out
 from cnr_store.serving.rows.served_table import BaseTable, Overlay, ServedTable, row_kind
@@ -153,15 +153,15 @@ def test_escape_rows_are_exact_and_say_what_they_are(served: Any) -> None:
     assert held.status is not None
     held.status[[2, 7]] = ESCAPED
     exact = np.array([[0.1, np.nan, 3.3], [1e30, -np.inf, 0.7]], np.float32)
-    escapes = EscapeRows(np.array([2, 7], np.int64), {"codes": exact})
-    table = ServedTable(held, None, escapes)
+    exact_rows = ExactRows(np.array([2, 7], np.int64), {"codes": exact})
+    table = ServedTable(held, None, exact_rows)
     wanted = np.array([9, 7, 2, 7, 3], np.int64)
     out = np.empty((5, DIM), held.kind.served_dtype)
 
     table.read(wanted, out)
 
     model = {row: row for row in range(10)}
-    np.testing.assert_array_equal(out, expected_rows(held.kind, wanted, model, escapes))
+    np.testing.assert_array_equal(out, expected_rows(held.kind, wanted, model, exact_rows))
     assert table.gather_stored(wanted, np.empty((5, DIM), np.int16)).tolist() == [
         CODED,
         ESCAPED,
@@ -173,10 +173,10 @@ def test_escape_rows_are_exact_and_say_what_they_are(served: Any) -> None:
 
 def test_a_row_that_is_not_finite_has_no_int8_form() -> None:
     held = held_table({row: row for row in range(10)}, schema_of(10), served="int8")
-    escapes = EscapeRows(np.array([4], np.int64), {"codes": np.full((1, DIM), np.nan, np.float32)})
+    exact_rows = ExactRows(np.array([4], np.int64), {"codes": np.full((1, DIM), np.nan, np.float32)})
 
     with pytest.raises(NonFiniteValues, match="row 4 of table 't'"):
-        ServedTable(held, None, escapes).read(np.array([1, 4]), np.empty((2, DIM + 8), np.uint8))
+        ServedTable(held, None, exact_rows).read(np.array([1, 4]), np.empty((2, DIM + 8), np.uint8))
 
 
 def test_exact_floats_come_back_bit_for_bit() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cnr_store.errors import BadRowIds, StorageFailure, TableNotFound, VersionNotFound
-from cnr_store.segment.codes import ESCAPED, EscapeRows
+from cnr_store.segment.codes import ESCAPED, ExactRows
 from cnr_store.serving.rows import board as boards
 from cnr_store.serving.rows import key_index
 from cnr_store.serving.rows.board import LONGEST_DEFERRAL_S, Board
@@ -247,11 +247,11 @@ def test_an_error_counts_only_if_the_view_was_whole() -> None:
     stale = publisher.newest_view()
     assert held.status is not None
     held.status[3] = ESCAPED
-    bad = EscapeRows(np.array([3], np.int64), {"codes": np.full((1, DIM), np.nan, np.float32)})
-    publisher.publish(2, 2, {"t": overlay_of({5: 5}, held)}, escapes={"t": bad})
+    bad = ExactRows(np.array([3], np.int64), {"codes": np.full((1, DIM), np.nan, np.float32)})
+    publisher.publish(2, 2, {"t": overlay_of({5: 5}, held)}, exact_rows={"t": bad})
     torn = publisher.newest_view()
     publisher.merge()
-    publisher.publish(3, 3, {"t": overlay_of({6: 6}, held)}, escapes={"t": EscapeRows()})
+    publisher.publish(3, 3, {"t": overlay_of({6: 6}, held)}, exact_rows={"t": ExactRows()})
     publisher.merge()
 
     class Source:

@@ -13,7 +13,7 @@ from cnr_store import Store
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.records import TableSchema
 from cnr_store.read.snapshot import Snapshot
-from cnr_store.segment.codes import EscapeRows
+from cnr_store.segment.codes import ExactRows
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
 from cnr_store.serving.rows.merging import merge_into, merge_target
@@ -152,20 +152,20 @@ class Consumer:
             if change is None:
                 del self.tables[name]
             elif isinstance(change, BaseTable):
-                self.tables[name] = ServedTable(change, None, updates.escapes.get(name, EscapeRows()))
+                self.tables[name] = ServedTable(change, None, updates.exact_rows.get(name, ExactRows()))
             else:
                 self.tables[name] = self.with_overlay(
-                    self.tables[name], change, updates.escapes.get(name, EscapeRows())
+                    self.tables[name], change, updates.exact_rows.get(name, ExactRows())
                 )
 
-    def with_overlay(self, table: ServedTable, change: Overlay, escapes: EscapeRows) -> ServedTable:
+    def with_overlay(self, table: ServedTable, change: Overlay, exact_rows: ExactRows) -> ServedTable:
         if table.overlay is not None:
             change = Overlay.merged(table.name, table.overlay, change, self.memory)
         if self.random.random() < 0.3:
-            return ServedTable(table.base, change, escapes)
+            return ServedTable(table.base, change, exact_rows)
         target = merge_target(table.base, change, self.memory)
         merge_into(target, change)
-        return ServedTable(target.base, None, escapes)
+        return ServedTable(target.base, None, exact_rows)
 
     def check(self, snapshot: Snapshot) -> None:
         """Every row of the shard is the snapshot's, to the bit."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from cnr_store.encodings import widths
 from cnr_store.format.records import TableSchema
-from cnr_store.segment.codes import ABSENT, EscapeRows
+from cnr_store.segment.codes import ABSENT, ExactRows
 from cnr_store.serving.rows.memory import ANONYMOUS, Array, Memory
 from cnr_store.serving.rows.served_table import BaseTable, Overlay, RowKind, Served, row_kind
 from cnr_store.serving.rows.shards import Shard, dense_range
@@ -87,12 +87,12 @@ def overlay_of(changes: Mapping[int, int | None], held: BaseTable, memory: Memor
     return overlay
 
 
-def expected_rows(kind: RowKind, ids: RowIds, model: Model, escapes: EscapeRows | None = None) -> Array:
+def expected_rows(kind: RowKind, ids: RowIds, model: Model, exact_rows: ExactRows | None = None) -> Array:
     """What a lookup of ``ids`` returns when the table is the model, row by row."""
     rows = np.empty((len(ids), kind.served_width), kind.served_dtype)
     for at, row in enumerate(ids.tolist()):
-        if escapes is not None and row in escapes.rows:
-            exact = escapes.values["codes"][escapes.rows == row]
+        if exact_rows is not None and row in exact_rows.rows:
+            exact = exact_rows.values["codes"][exact_rows.rows == row]
             assert kind.serve(exact, rows[at : at + 1]) < 0
         elif row in model:
             rows[at] = served_rows(kind, np.array([model[row]]))[0]

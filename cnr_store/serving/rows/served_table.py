@@ -19,7 +19,7 @@ from cnr_store.encodings import kernels, widths
 from cnr_store.errors import BadInput, BadRowIds, NonFiniteValues
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.threads import blocks
-from cnr_store.segment.codes import ABSENT, Array, ArraySpec, EscapeRows, array_specs, decode_block, schema_key
+from cnr_store.segment.codes import ABSENT, Array, ArraySpec, ExactRows, array_specs, decode_block, schema_key
 from cnr_store.serving.rows import gather
 from cnr_store.serving.rows.fused_kernels import BITS_8_EXTRA_BYTES, fuse_rows_8bit
 from cnr_store.serving.rows.key_index import KeyIndex, slots_for
@@ -362,12 +362,12 @@ class Overlay:
 class ServedTable:
     """A table in one view: base rows, an overlay of changed rows, and exact rows.
 
-    ``escapes`` (array ``codes`` in the table's dtype): all exact rows of this version; only if codes are kept.
+    ``exact_rows`` (array ``codes`` in the table's dtype): all exact rows of this version; only if codes are kept.
     """
 
     base: BaseTable
     overlay: Overlay | None = None
-    escapes: EscapeRows = field(default_factory=EscapeRows)
+    exact_rows: ExactRows = field(default_factory=ExactRows)
 
     @property
     def name(self) -> str:
@@ -512,16 +512,16 @@ class ServedTable:
             self._check_served(kind.decode(codes[:size], out[low:high]), ids, low)
         if absent:
             out[places == gather.ABSENT_PLACE] = kind.fill_row
-        if len(self.escapes.rows):
-            self._put_escapes(ids, out)
+        if len(self.exact_rows.rows):
+            self._put_exact_rows(ids, out)
         return absent
 
-    def _put_escapes(self, ids: RowIds, out: Array) -> None:
-        at = np.minimum(np.searchsorted(self.escapes.rows, ids), len(self.escapes.rows) - 1)
-        escaped = np.flatnonzero(self.escapes.rows[at] == ids)
+    def _put_exact_rows(self, ids: RowIds, out: Array) -> None:
+        at = np.minimum(np.searchsorted(self.exact_rows.rows, ids), len(self.exact_rows.rows) - 1)
+        escaped = np.flatnonzero(self.exact_rows.rows[at] == ids)
         if len(escaped):
             exact = np.empty((len(escaped), self.kind.served_width), self.kind.served_dtype)
-            bad = self.kind.serve(self.escapes.values["codes"][at[escaped]], exact)
+            bad = self.kind.serve(self.exact_rows.values["codes"][at[escaped]], exact)
             self._check_served(bad, ids[escaped], 0)
             out[escaped] = exact
 

@@ -18,7 +18,7 @@ import xxhash
 from cnr_store.errors import CorruptObject
 from cnr_store.format.documents import loads
 from cnr_store.format.records import TableSchema
-from cnr_store.segment.codes import EscapeRows
+from cnr_store.segment.codes import ExactRows
 from cnr_store.serving.rows.key_index import KeyIndex
 from cnr_store.serving.rows.memory import Array
 from cnr_store.serving.rows.served_table import BaseTable, KeptAs, Overlay, Served, ServedTable, row_kind
@@ -81,11 +81,11 @@ class OverlayRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TableRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A `ServedTable`; ``escapes`` are row ids and exact floats."""
+    """A `ServedTable`; ``exact_rows`` are row ids and exact floats."""
 
     base: BaseRef
     overlay: OverlayRef | None = None
-    escapes: tuple[ArrayRef, ArrayRef] | None = None
+    exact_rows: tuple[ArrayRef, ArrayRef] | None = None
 
 
 class ViewDocument(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,11 +115,11 @@ def describe_view(view: View, ref_of: Callable[[Array], ArrayRef]) -> ViewDocume
         )
 
     def table_ref(table: ServedTable) -> TableRef:
-        escapes = table.escapes
+        exact_rows = table.exact_rows
         return TableRef(
             base=_base_ref(table.base, ref_of),
             overlay=None if table.overlay is None else overlay_ref(table.overlay),
-            escapes=(ref_of(escapes.rows), ref_of(escapes.values["codes"])) if len(escapes.rows) else None,
+            exact_rows=(ref_of(exact_rows.rows), ref_of(exact_rows.values["codes"])) if len(exact_rows.rows) else None,
         )
 
     return ViewDocument(
@@ -166,11 +166,11 @@ def view_of(
 
 def _table_of(ref: TableRef, base: BaseTable, array_of: Callable[[ArrayRef], Array]) -> ServedTable:
     overlay = ref.overlay
-    escapes = EscapeRows()
-    if ref.escapes is not None:
-        escapes = EscapeRows(array_of(ref.escapes[0]), {"codes": array_of(ref.escapes[1])})
+    exact_rows = ExactRows()
+    if ref.exact_rows is not None:
+        exact_rows = ExactRows(array_of(ref.exact_rows[0]), {"codes": array_of(ref.exact_rows[1])})
     if overlay is None:
-        return ServedTable(base, None, escapes)
+        return ServedTable(base, None, exact_rows)
     rows = array_of(overlay.rows)
     return ServedTable(
         base,
@@ -181,7 +181,7 @@ def _table_of(ref: TableRef, base: BaseTable, array_of: Callable[[ArrayRef], Arr
             status=array_of(overlay.status),
             index=KeyIndex(array_of(overlay.slots), count=len(rows), used=len(rows)),
         ),
-        escapes,
+        exact_rows,
     )
 
 

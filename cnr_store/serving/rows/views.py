@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.errors import BadInput, CnrStoreError, TableNotFound, VersionNotFound
-from cnr_store.segment.codes import Array, EscapeRows
+from cnr_store.segment.codes import Array, ExactRows
 from cnr_store.serving.rows.board import LONGEST_DEFERRAL_S, Board
 from cnr_store.serving.rows.lookup_arguments import checked_ids, checked_out
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
@@ -162,11 +162,11 @@ class Publisher:
         step: int,
         changes: Mapping[str, TableChange],
         dense: Mapping[str, Array] | None = None,
-        escapes: Mapping[str, EscapeRows] | None = None,
+        exact_rows: Mapping[str, ExactRows] | None = None,
     ) -> View:
         """Stage a version and publish it at once; see `stage` and `reveal`."""
         with self._lock:
-            self.stage(version, step, changes, dense, escapes)
+            self.stage(version, step, changes, dense, exact_rows)
             return self.reveal()
 
     def stage(
@@ -175,7 +175,7 @@ class Publisher:
         step: int,
         changes: Mapping[str, TableChange],
         dense: Mapping[str, Array] | None = None,
-        escapes: Mapping[str, EscapeRows] | None = None,
+        exact_rows: Mapping[str, ExactRows] | None = None,
     ) -> View:
         """Return the next view, which `reveal` publishes; several staged versions become visible together.
 
@@ -187,7 +187,7 @@ class Publisher:
             What differs from `newest`, by table.
         dense
             All dense tensors of the version; None leaves them as they are.
-        escapes
+        exact_rows
             All exact rows of tables that keep codes, if they changed; a `BaseTable` starts with none.
 
         Raises
@@ -195,14 +195,14 @@ class Publisher:
         StorageFailure
             There is not enough memory; nothing was staged.
         """
-        escapes = escapes or {}
+        exact_rows = exact_rows or {}
         with self._lock:
-            given = self._blocks_of(_arrays_of_changes(changes, dense, escapes))
+            given = self._blocks_of(_arrays_of_changes(changes, dense, exact_rows))
             try:
                 if self._staged is None:
                     self.merge()
                 with self._memory.attempt():
-                    candidate = self._candidate(version, step, changes, dense, escapes)
+                    candidate = self._candidate(version, step, changes, dense, exact_rows)
                 given |= self._blocks_of(_arrays_of(candidate))
                 self._staged_before, self._staged, self._can_unstage = self._staged, candidate, True
             finally:
@@ -275,7 +275,7 @@ class Publisher:
                     if table.overlay is not None
                 }
                 tables = {
-                    name: table if table.overlay is None else ServedTable(targets[name].base, None, table.escapes)
+                    name: table if table.overlay is None else ServedTable(targets[name].base, None, table.exact_rows)
                     for name, table in view.tables.items()
                 }
                 after = replace(view, epoch=view.epoch + 1, tables=MappingProxyType(tables))
@@ -324,14 +324,14 @@ class Publisher:
         step: int,
         changes: Mapping[str, TableChange],
         dense: Mapping[str, Array] | None,
-        escapes: Mapping[str, EscapeRows],
+        exact_rows: Mapping[str, ExactRows],
     ) -> View:
         base = self.newest
         tables = dict(base.tables) if base is not None else {}
         for name, change in changes.items():
             before = tables.pop(name, None)
-            rows = escapes.get(name)
-            after = self._changed(name, before, change, None if rows is None else self._kept_escapes(rows))
+            rows = exact_rows.get(name)
+            after = self._changed(name, before, change, None if rows is None else self._kept_exact_rows(rows))
             if after is not None:
                 tables[name] = after
         tensors = self._kept_dense(dense) if dense is not None else dict(base.dense) if base is not None else {}
@@ -363,12 +363,12 @@ class Publisher:
         return True
 
     def _changed(
-        self, name: str, table: ServedTable | None, change: TableChange, escapes: EscapeRows | None
+        self, name: str, table: ServedTable | None, change: TableChange, exact_rows: ExactRows | None
     ) -> ServedTable | None:
         if change is None:
             return None
         if isinstance(change, BaseTable):
-            return ServedTable(change, None, EscapeRows() if escapes is None else escapes)
+            return ServedTable(change, None, ExactRows() if exact_rows is None else exact_rows)
         if table is None:
             raise ValueError(f"table {name!r} is not served, so no rows of it can change")
         if change.rows.dtype != table.base.rows.dtype or change.rows.shape[1] != table.base.rows.shape[1]:
@@ -376,15 +376,15 @@ class Publisher:
                 f"an overlay of table {name!r} is {change.rows.dtype} {change.rows.shape}, "
                 f"its base rows are {table.base.rows.dtype} {table.base.rows.shape}"
             )
-        escapes = table.escapes if escapes is None else escapes
+        exact_rows = table.exact_rows if exact_rows is None else exact_rows
         if len(change) == 0 and table.overlay is None:
-            return ServedTable(replace(table.base, schema=change.schema), None, escapes)
+            return ServedTable(replace(table.base, schema=change.schema), None, exact_rows)
         if len(change) == 0:
             assert table.overlay is not None
-            return ServedTable(table.base, replace(table.overlay, schema=change.schema), escapes)
+            return ServedTable(table.base, replace(table.overlay, schema=change.schema), exact_rows)
         if table.overlay is not None:
             change = Overlay.merged(name, table.overlay, change, self._memory)
-        return ServedTable(table.base, change, escapes)
+        return ServedTable(table.base, change, exact_rows)
 
     def _kept_dense(self, dense: Mapping[str, Array]) -> dict[str, Array]:
         tensors = dict(zip(dense, self._kept_arrays("dense", list(dense.values())), strict=True))
@@ -392,11 +392,11 @@ class Publisher:
             tensor.flags.writeable = False
         return tensors
 
-    def _kept_escapes(self, escapes: EscapeRows) -> EscapeRows:
-        if len(escapes.rows) == 0:
-            return EscapeRows()
-        rows, codes = self._kept_arrays("escapes", [escapes.rows, escapes.values["codes"]])
-        return EscapeRows(rows, {"codes": codes})
+    def _kept_exact_rows(self, exact_rows: ExactRows) -> ExactRows:
+        if len(exact_rows.rows) == 0:
+            return ExactRows()
+        rows, codes = self._kept_arrays("exact_rows", [exact_rows.rows, exact_rows.values["codes"]])
+        return ExactRows(rows, {"codes": codes})
 
     def _kept_arrays(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         """Return the arrays where readers of other processes find them too."""
@@ -541,7 +541,7 @@ def _arrays_of(view: View) -> list[Array]:
 
 def _arrays_of_table(table: ServedTable) -> list[Array]:
     arrays = [*_arrays_of_change(table.base), *_arrays_of_change(table.overlay)]
-    return [*arrays, table.escapes.rows, *table.escapes.values.values()]
+    return [*arrays, table.exact_rows.rows, *table.exact_rows.values.values()]
 
 
 def _arrays_of_change(change: TableChange) -> list[Array]:
@@ -556,9 +556,9 @@ def _arrays_of_change(change: TableChange) -> list[Array]:
 
 
 def _arrays_of_changes(
-    changes: Mapping[str, TableChange], dense: Mapping[str, Array] | None, escapes: Mapping[str, EscapeRows]
+    changes: Mapping[str, TableChange], dense: Mapping[str, Array] | None, exact_rows: Mapping[str, ExactRows]
 ) -> list[Array]:
     arrays = [array for change in changes.values() for array in _arrays_of_change(change)]
-    for rows in escapes.values():
+    for rows in exact_rows.values():
         arrays += [rows.rows, *rows.values.values()]
     return [*arrays, *(dense or {}).values()]

@@ -30,7 +30,7 @@ from cnr_store.segment.codes import (
     UNTOUCHED,
     Array,
     ArraySpec,
-    EscapeRows,
+    ExactRows,
     TableCodes,
     array_specs,
     decode_block,
@@ -40,7 +40,7 @@ from cnr_store.serving.rows.memory import ANONYMOUS, Memory
 from cnr_store.serving.rows.served_table import Overlay, RowKind, ServedTable
 from cnr_store.serving.rows.shards import HashShard, meets_shard, rows_in_shard
 from cnr_store.serving.update.adding import LARGEST_CODE, add_to_codes, add_to_values
-from cnr_store.serving.update.content import CodesTooWide, escapes_after, in_two_lists, serve
+from cnr_store.serving.update.content import CodesTooWide, exact_rows_after, in_two_lists, serve
 from cnr_store.types import Lattice, RowIds
 
 _INLINE = Inline()
@@ -54,16 +54,16 @@ class Applied:
     ----------
     overlay
         The changed rows after the segment.
-    escapes
+    exact_rows
         All exact rows of the table after it; only if codes are kept.
-    unsure
+    unknown
         Rows of the overlay (sorted) that cannot be computed from the served ones: a difference to an absent or exact
         row, or a row with different states in its columns. They are read from the version's chain, which also shows
         damage. They are marked `ESCAPED`, so that no later difference is added to them.
     """
 
     overlay: Overlay
-    escapes: EscapeRows
+    exact_rows: ExactRows
     unknown: RowIds
 
 
@@ -168,7 +168,7 @@ class _Application:
             raise in_two_lists(self._plan, self._reader, int(overlay.ids[duplicate]))
         unknown = np.sort(np.concatenate([np.empty(0, np.int64), *(rows for rows, _ in found)]))
         exact = [(rows, values) for _, (rows, values) in found if len(rows)]
-        return Applied(overlay, escapes_after(self._served, overlay, exact), unknown)
+        return Applied(overlay, exact_rows_after(self._served, overlay, exact), unknown)
 
     def _selected(self) -> list[_PlacedChunk]:
         """Return the chunks with rows of the shard, and where their rows go; reads ids if not all rows are in it."""
@@ -331,7 +331,7 @@ def _apply_by_replay(
         exact_rows = np.empty((len(exact), kind.width), overlay.rows.dtype)
         serve(kind, exact, exact_rows, plan.table, 0, workers)
         overlay.rows[escaped] = exact_rows
-    return Applied(overlay, escapes_after(served, overlay, [(rows[escaped], exact)]), rows[~is_known])
+    return Applied(overlay, exact_rows_after(served, overlay, [(rows[escaped], exact)]), rows[~is_known])
 
 
 @dataclass(frozen=True, slots=True)

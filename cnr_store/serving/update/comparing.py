@@ -17,12 +17,12 @@ from cnr_store.format.records import TableSchema
 from cnr_store.read.plan import plan_table
 from cnr_store.read.replay import ChunkReader, matching
 from cnr_store.runtime.threads import Workers, blocks
-from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, Array, EscapeRows
+from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, Array, ExactRows
 from cnr_store.serving.rows import gather
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
 from cnr_store.serving.rows.served_table import BaseTable, Overlay, RowKind, ServedTable
 from cnr_store.serving.rows.shards import dense_range
-from cnr_store.serving.update.content import CodesTooWide, Content, escapes_after, read_content
+from cnr_store.serving.update.content import CodesTooWide, Content, exact_rows_after, read_content
 from cnr_store.serving.update.keys import newest_rows, read_shard
 from cnr_store.serving.update.loading import load_table
 from cnr_store.types import RowIds, RowRange
@@ -44,12 +44,12 @@ class Difference:
     ----------
     change
         An overlay for the served table, or a table that replaces it.
-    escapes
+    exact_rows
         All exact rows of the version; only if codes are kept.
     """
 
     change: Overlay | BaseTable
-    escapes: EscapeRows
+    exact_rows: ExactRows
 
 
 def reread_rows(
@@ -117,7 +117,7 @@ def compare_table(
         except (CodesTooWide, _TooMany):
             del found  # half of the table, which is no longer wanted
     anew = load_table(readers, served.name, kind, workers, shard=base.shard, memory=memory)
-    return Difference(anew.base, anew.escapes)
+    return Difference(anew.base, anew.exact_rows)
 
 
 def has_other_rows(base: BaseTable, schema: TableSchema) -> bool:
@@ -150,9 +150,9 @@ class _Differing:
         for at in found:
             status = np.zeros(len(at), np.uint8) if content.status is None else content.status[at]
             self._keep(ids[at], content.rows[at], status)
-            if len(content.escapes.rows):
-                mine, theirs = matching(at, content.escapes.rows)
-                self._exact.append((ids[at][mine], content.escapes.values["codes"][theirs]))
+            if len(content.exact_rows.rows):
+                mine, theirs = matching(at, content.exact_rows.rows)
+                self._exact.append((ids[at][mine], content.exact_rows.values["codes"][theirs]))
 
     def put_absent(self, ids: RowIds) -> None:
         """Add the served ones of rows that the version does not have."""
@@ -171,7 +171,7 @@ class _Differing:
             overlay.ids[into], overlay.rows[into], overlay.status[into] = ids, rows, status
             high = into.start
         overlay.fill_index()
-        return Difference(overlay, escapes_after(served, overlay, self._exact))
+        return Difference(overlay, exact_rows_after(served, overlay, self._exact))
 
     def _find(self, ids: RowIds, content: Content, low: int, high: int) -> RowIds:
         """Positions in [low, high) of the rows that differ."""

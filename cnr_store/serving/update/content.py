@@ -19,7 +19,7 @@ from cnr_store.read.plan import Columns, TablePlan, by_columns, plan_table
 from cnr_store.read.replay import ChunkReader, finish, matching
 from cnr_store.read.table_reader import read_codes
 from cnr_store.runtime.threads import Workers, blocks
-from cnr_store.segment.codes import CODED, ESCAPED, TASK_ROWS, Array, EscapeRows, TableCodes, array_specs
+from cnr_store.segment.codes import CODED, ESCAPED, TASK_ROWS, Array, ExactRows, TableCodes, array_specs
 from cnr_store.serving.rows.served_table import Overlay, RowKind, ServedTable, no_int8_form
 from cnr_store.types import RowIds
 
@@ -34,26 +34,26 @@ class CodesTooWide(Exception):
 class Content:
     """Rows as they are kept, (n, kind.width); their status, None if all are coded; and exact rows.
 
-    ``escapes`` has positions in ``rows``, not ids; only if codes are kept. Absent rows have the fill if values are
+    ``exact_rows`` has positions in ``rows``, not ids; only if codes are kept. Absent rows have the fill if values are
     kept, and are undefined if codes are.
     """
 
     rows: Array
     status: Status | None
-    escapes: EscapeRows
+    exact_rows: ExactRows
 
     def take(self, at: RowIds) -> Content:
         """Return the rows at sorted positions."""
-        mine, theirs = matching(at, self.escapes.rows)
-        values = {name: values[theirs] for name, values in self.escapes.values.items()}
-        return Content(self.rows[at], None if self.status is None else self.status[at], EscapeRows(mine, values))
+        mine, theirs = matching(at, self.exact_rows.rows)
+        values = {name: values[theirs] for name, values in self.exact_rows.values.items()}
+        return Content(self.rows[at], None if self.status is None else self.status[at], ExactRows(mine, values))
 
 
 @dataclass(slots=True)
-class _ColumnEscapes:
+class _IntervalRows:
     columns: Columns
     status: Status | None
-    escapes: EscapeRows
+    exact_rows: ExactRows
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class ContentBuilder:
     done: Callable[[int, int, Content], None]
     _out: Array = field(default_factory=lambda: np.empty((0, 0)))
     _floats: Array = field(default_factory=lambda: np.empty((0, 0)))
-    _intervals: list[_ColumnEscapes] = field(default_factory=list)
+    _intervals: list[_IntervalRows] = field(default_factory=list)
 
     def take(self, codes: TableCodes, with_digest: bool) -> int:
         """Add one column interval of a window; return its state digest if requested.
@@ -100,8 +100,8 @@ class ContentBuilder:
                 finish(codes, {"codes": self._floats[:, low:high]}, self.workers, with_digest=False)
         else:
             total = finish(codes, {"codes": self._floats[:, low:high]}, self.workers, with_digest=with_digest)
-        escapes = EscapeRows(codes.escapes.rows - codes.start, dict(codes.escapes.values))
-        self._intervals.append(_ColumnEscapes(codes.columns, codes.status, escapes))
+        exact_rows = ExactRows(codes.escapes.rows - codes.start, dict(codes.escapes.values))
+        self._intervals.append(_IntervalRows(codes.columns, codes.status, exact_rows))
         if high == self.kind.dim:
             self._end(codes.start, codes.stop)
         return total
@@ -130,15 +130,15 @@ class ContentBuilder:
         status = _merged([one.status for one in self._intervals])
         if status is not None and not status.any():
             status = None
-        escapes = EscapeRows()
+        exact_rows = ExactRows()
         if kind.kept_as == "values" and kind.served != kind.table_dtype:
             serve(kind, self._floats, self._out, self.plan.table, start, self.workers)
         elif kind.kept_as == "codes" and len(self._intervals) == 1:
-            escapes = self._intervals[0].escapes
+            exact_rows = self._intervals[0].exact_rows
         elif kind.kept_as == "codes" and status is not None:
             at = np.flatnonzero(status == ESCAPED).astype(np.int64)
-            escapes = EscapeRows(at, {"codes": self._floats[at]})
-        self.done(start, stop, Content(self._out, status, escapes))
+            exact_rows = ExactRows(at, {"codes": self._floats[at]})
+        self.done(start, stop, Content(self._out, status, exact_rows))
 
 
 def _merged(states: Sequence[Status | None]) -> Status | None:
@@ -171,7 +171,7 @@ def serve(kind: RowKind, floats: Array, out: Array, table: str, first_row: int, 
             raise no_int8_form(first_row + bad, table)
 
 
-def check_escapes(kind: RowKind, escapes: EscapeRows, table: str) -> None:
+def check_exact_rows(kind: RowKind, exact_rows: ExactRows, table: str) -> None:
     """Refuse exact rows that no lookup could return. Pure.
 
     Raises
@@ -179,11 +179,11 @@ def check_escapes(kind: RowKind, escapes: EscapeRows, table: str) -> None:
     NonFiniteValues
         A row that is not finite has no int8 form.
     """
-    if kind.served == "int8" and len(escapes.rows):
-        out = np.empty((len(escapes.rows), kind.served_width), kind.served_dtype)
-        bad = kind.serve(escapes.values["codes"], out)
+    if kind.served == "int8" and len(exact_rows.rows):
+        out = np.empty((len(exact_rows.rows), kind.served_width), kind.served_dtype)
+        bad = kind.serve(exact_rows.values["codes"], out)
         if bad >= 0:
-            raise no_int8_form(int(escapes.rows[bad]), table)
+            raise no_int8_form(int(exact_rows.rows[bad]), table)
 
 
 def in_two_lists(plan: TablePlan, reader: ChunkReader, row: int) -> CorruptStore:
@@ -236,20 +236,20 @@ def read_content(
     return found[0]
 
 
-def escapes_after(served: ServedTable, overlay: Overlay, exact: Sequence[tuple[RowIds, Array]]) -> EscapeRows:
+def exact_rows_after(served: ServedTable, overlay: Overlay, exact: Sequence[tuple[RowIds, Array]]) -> ExactRows:
     """Return all exact rows of a table after an overlay; ``exact`` has the ids and floats of the overlay's. Pure.
 
     Without rows if values are kept.
     """
     if served.kind.kept_as != "codes":
-        return EscapeRows()
-    before = served.escapes
-    escapes = EscapeRows(before.rows, dict(before.values))
+        return ExactRows()
+    before = served.exact_rows
+    exact_rows = ExactRows(before.rows, dict(before.values))
     if len(before.rows):
-        escapes.drop(before.rows[overlay.index.find(before.rows) >= 0])
+        exact_rows.drop(before.rows[overlay.index.find(before.rows) >= 0])
     if sum(len(rows) for rows, _ in exact):
         rows = np.concatenate([rows for rows, _ in exact])
         values = np.concatenate([values for _, values in exact])
         order = np.argsort(rows, kind="stable")
-        escapes.put(rows[order], {"codes": values[order]})
-    return escapes
+        exact_rows.put(rows[order], {"codes": values[order]})
+    return exact_rows

@@ -18,7 +18,7 @@ from cnr_store.read.plan import Step, TablePlan
 from cnr_store.read.replay import ChunkReader, Replay, matching
 from cnr_store.read.table_reader import read_codes
 from cnr_store.runtime.threads import Inline, Workers, blocks
-from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, Array, EscapeRows, array_specs, decode_block
+from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, Array, ExactRows, array_specs, decode_block
 from cnr_store.segment.decoded import Scratch
 from cnr_store.serving.rows.key_index import KeyIndex
 from cnr_store.serving.rows.served_table import RowKind
@@ -78,7 +78,7 @@ def newest_rows(
         fresh = chosen[known < 0].copy()
         if only_ids or step.operation == "delete" or len(fresh) == 0:
             rows = np.zeros((len(fresh), 0 if only_ids else kind.width), memory_dtype)
-            return fresh, Content(rows, np.full(len(fresh), _STATUS[step.operation], np.uint8), EscapeRows())
+            return fresh, Content(rows, np.full(len(fresh), _STATUS[step.operation], np.uint8), ExactRows())
         return fresh, _content(engine, plan, step, kind, memory_dtype, matching(fresh, rows)[1])
 
     for batch in reversed(plan.batches):
@@ -138,14 +138,14 @@ def _content(engine: Replay, plan: TablePlan, step: Step, kind: RowKind, dtype: 
     rows = np.zeros((len(at), kind.width), dtype)
     status = np.full(len(at), _STATUS[step.operation], np.uint8)
     if kind.kept_as == "codes" and step.operation == "escape":
-        return Content(rows, status, EscapeRows(np.arange(len(at), dtype=np.int64), {"codes": values}))
+        return Content(rows, status, ExactRows(np.arange(len(at), dtype=np.int64), {"codes": values}))
     if kind.kept_as == "codes":
         if row_kernels.put_block(rows, values, 0) >= 0:
             raise CodesTooWide
-        return Content(rows, None, EscapeRows())
+        return Content(rows, None, ExactRows())
     if step.operation == "set":
         floats = np.empty(values.shape, carrier(spec.dtype))
         decode_block(spec, values, floats)
         values = floats
     serve(kind, values, rows, plan.table, 0, INLINE)
-    return Content(rows, status, EscapeRows())
+    return Content(rows, status, ExactRows())

@@ -19,7 +19,7 @@ from cnr_store.read.plan import Columns, TablePlan, check_digest, plan_table
 from cnr_store.read.replay import ChunkReader
 from cnr_store.read.table_reader import read_codes
 from cnr_store.runtime.threads import Workers, blocks
-from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, TASK_ROWS, Array, EscapeRows, array_specs
+from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, TASK_ROWS, Array, ExactRows, array_specs
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
 from cnr_store.serving.rows.served_table import BaseTable, RowKind, ServedTable
 from cnr_store.serving.rows.shards import Shard, dense_range, is_in_shard, is_keyed
@@ -73,7 +73,7 @@ class _States:
 
     base: BaseTable
     memory: Memory
-    escapes: EscapeRows
+    exact_rows: ExactRows
 
     def put(self, start: int, stop: int, content: Content) -> None:
         """Add those of rows [start, stop)."""
@@ -82,8 +82,8 @@ class _States:
             self.base = self.base.with_status(self.memory)
             assert self.base.status is not None
             self.base.status[at] = content.status
-        if len(content.escapes.rows):
-            self.escapes.put(content.escapes.rows + start, content.escapes.values)
+        if len(content.exact_rows.rows):
+            self.exact_rows.put(content.exact_rows.rows + start, content.exact_rows.values)
 
 
 def _load_range(
@@ -96,7 +96,7 @@ def _load_range(
     dtype: np.dtype[Any],
 ) -> ServedTable:
     base = BaseTable.allocate(plan.table, plan.schema, kind, shard=shard, dtype=dtype, memory=memory)
-    states = _States(base, memory, EscapeRows())
+    states = _States(base, memory, ExactRows())
     if _is_decoded_once(plan, kind):
         total = load_directly(readers, plan, {"codes": base.rows}, workers)
         check_digest(plan, [(plan.columns, total)], {"codes"})
@@ -112,7 +112,7 @@ def _load_range(
     builder = ContentBuilder(plan, kind, workers, place, states.put)
     is_in_place = holds_codes_in_place(plan, kind) and len(base.rows) > 0
     read_codes(readers, plan, workers, builder.take, memory=in_place if is_in_place else None)
-    return ServedTable(states.base, escapes=states.escapes)
+    return ServedTable(states.base, exact_rows=states.exact_rows)
 
 
 def _is_decoded_once(plan: TablePlan, kind: RowKind) -> bool:
@@ -157,7 +157,7 @@ class _Keyed:
             plan.table, plan.schema, kind, shard=shard, num_keys=room, dtype=dtype, memory=memory
         )
         self._memory = memory
-        self._escapes = EscapeRows()
+        self._escapes = ExactRows()
         self._count = 0
 
     def put(self, keys: RowIds, content: Content) -> None:
@@ -174,9 +174,9 @@ class _Keyed:
         assert self._base.index is not None
         self._base.index.insert_many(keys, np.arange(into.start, into.stop, dtype=np.int64))
         self._count = into.stop
-        if len(content.escapes.rows):
-            self._escapes.put(keys[content.escapes.rows], dict(content.escapes.values))
+        if len(content.exact_rows.rows):
+            self._escapes.put(keys[content.exact_rows.rows], dict(content.exact_rows.values))
 
     def table(self) -> ServedTable:
         """Return the table."""
-        return ServedTable(replace(self._base, num_rows=self._count), escapes=self._escapes)
+        return ServedTable(replace(self._base, num_rows=self._count), exact_rows=self._escapes)

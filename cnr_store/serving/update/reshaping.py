@@ -12,7 +12,7 @@ import numpy as np
 from cnr_store.encodings import row_kernels
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.threads import Workers, blocks
-from cnr_store.segment.codes import ABSENT, CODED, Array, EscapeRows
+from cnr_store.segment.codes import ABSENT, CODED, Array, ExactRows
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
 from cnr_store.serving.rows.served_table import BaseTable, RowKind, ServedTable
 from cnr_store.serving.update.content import CodesTooWide
@@ -71,11 +71,11 @@ def reshaped(
         base = base.with_status(memory)
         assert base.status is not None
         base.status[: len(states)] = states
-    inside = np.ones(len(served.escapes.rows), np.bool_)
+    inside = np.ones(len(served.exact_rows.rows), np.bool_)
     if schema.keys == "dense":
-        inside = served.escapes.rows < schema.num_rows
-    values = {name: values[inside] for name, values in served.escapes.values.items()}
-    return ServedTable(base, escapes=EscapeRows(served.escapes.rows[inside], values))
+        inside = served.exact_rows.rows < schema.num_rows
+    values = {name: values[inside] for name, values in served.exact_rows.values.items()}
+    return ServedTable(base, exact_rows=ExactRows(served.exact_rows.rows[inside], values))
 
 
 def _copy(served: ServedTable, rows: Array, ids: RowIds, states: Array, shift_change: int, low: int, high: int) -> None:

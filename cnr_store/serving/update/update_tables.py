@@ -20,7 +20,7 @@ from cnr_store.read.changed_rows import plan_row_change
 from cnr_store.read.plan import plan_table
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.threads import Workers
-from cnr_store.segment.codes import ABSENT, EscapeRows
+from cnr_store.segment.codes import ABSENT, ExactRows
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.shards import whole_of
 from cnr_store.serving.rows import gather
@@ -37,7 +37,7 @@ from cnr_store.serving.update.comparing import (
     reread_rows,
     vanished_rows,
 )
-from cnr_store.serving.update.content import CodesTooWide, check_escapes, escapes_after
+from cnr_store.serving.update.content import CodesTooWide, check_exact_rows, exact_rows_after
 from cnr_store.serving.update.loading import load_table
 from cnr_store.serving.update.reshaping import reshaped
 from cnr_store.serving.update.update_plan import (
@@ -86,7 +86,7 @@ class TableUpdates:
     changes
         By table: an overlay, a table that is new or replaces the present one, or None for a removed table. Tables
         without changes are not in it.
-    escapes
+    exact_rows
         Of tables that keep codes and appear in ``changes``: all their exact rows.
     recorded
         By table: the version's state digest of the whole table, None if it has none. Pass it to the next update, which
@@ -98,7 +98,7 @@ class TableUpdates:
     """
 
     changes: dict[str, TableChange] = field(default_factory=dict)
-    escapes: dict[str, EscapeRows] = field(default_factory=dict)
+    exact_rows: dict[str, ExactRows] = field(default_factory=dict)
     recorded: dict[str, int | None] = field(default_factory=dict)
     rows: int = 0
     bytes: int = 0
@@ -164,8 +164,8 @@ def update_tables(
             rows += found.change.num_rows if isinstance(found.change, BaseTable) else len(found.change)
             kind = row_kind(schema, options.served, options.kept_as)
             if kind.kept_as == "codes":
-                check_escapes(kind, found.escapes, name)
-                result.escapes[name] = found.escapes
+                check_exact_rows(kind, found.exact_rows, name)
+                result.exact_rows[name] = found.exact_rows
         return replace(result, rows=rows, bytes=bytes_read)
 
 
@@ -238,7 +238,7 @@ class _Updater:
     def _load(self, name: str, kind: RowKind, shard: Shard | None) -> Difference:
         loaded = load_table(self._readers, name, kind, self._workers, shard=shard, memory=self._memory)
         self._count(self._readers, name)
-        return Difference(loaded.base, loaded.escapes)
+        return Difference(loaded.base, loaded.exact_rows)
 
     def _compare(self, served: ServedTable, schema: TableSchema, kind: RowKind) -> Difference | None:
         known = _with_schema(served, schema) if served.base.is_keyed else served
@@ -330,7 +330,7 @@ class _TableBuild:
             overlay = Overlay.allocate(base.name, schema, len(gone), base.kind.width, base.rows.dtype)
             overlay.ids[...], overlay.status[...] = gone, ABSENT
             overlay.fill_index()
-            self._put(overlay, escapes_after(self.now, overlay, []))
+            self._put(overlay, exact_rows_after(self.now, overlay, []))
 
     def apply(self, reader: SegmentReader, *, is_only: bool) -> RowIds:
         """Apply a segment; return the rows that must be read again."""
@@ -340,25 +340,25 @@ class _TableBuild:
         except CodesTooWide:
             self._copy(self.now.schema, self.now.kind, wide=True)
             applied = apply_segment(reader, self.now, self._workers)
-        self._put(applied.overlay, applied.escapes)
+        self._put(applied.overlay, applied.exact_rows)
         return applied.unknown
 
     def take(self, difference: Difference) -> None:
         """Add rows that were read again."""
         assert isinstance(difference.change, Overlay)
-        self._put(difference.change, difference.escapes)
+        self._put(difference.change, difference.exact_rows)
 
     def difference(self, schema: TableSchema) -> Difference | None:
         """Return the changes, None if there are none."""
         if self._is_copy:
-            return Difference(replace(self.now.base, schema=schema), self.now.escapes)
+            return Difference(replace(self.now.base, schema=schema), self.now.exact_rows)
         overlay = self._overlay
         if overlay is None:
             overlay = Overlay.allocate(
                 self.now.name, schema, 0, self.now.kind.width, self.now.base.rows.dtype, self._memory
             )
         placed = self._placed(replace(overlay, schema=schema))
-        return _if_any(Difference(placed, self.now.escapes), self._before, self._memory)
+        return _if_any(Difference(placed, self.now.exact_rows), self._before, self._memory)
 
     def _copy(self, schema: TableSchema, kind: RowKind, *, wide: bool) -> None:
         old = self.now.base if self._is_copy else self._overlay
@@ -371,12 +371,12 @@ class _TableBuild:
         if old is not None:
             _release(old, self._memory)
 
-    def _put(self, overlay: Overlay, escapes: EscapeRows) -> None:
+    def _put(self, overlay: Overlay, exact_rows: ExactRows) -> None:
         base = self.now.base
         if self._is_copy:
             target = merge_target(base, overlay, self._memory)
             merge_into(target, overlay)
-            self.now = ServedTable(target.base, escapes=escapes)
+            self.now = ServedTable(target.base, exact_rows=exact_rows)
             _release(base, self._memory, but=target.base)
             return
         if self._overlay is None:
@@ -390,7 +390,7 @@ class _TableBuild:
         self._overlay = merged
         beside = self._before.overlay
         shown = merged if beside is None else Overlay.merged(base.name, beside, merged)
-        self.now = ServedTable(base, shown, escapes)
+        self.now = ServedTable(base, shown, exact_rows)
 
     def _placed(self, overlay: Overlay) -> Overlay:
         """Return the overlay in the memory that readers use."""
@@ -450,7 +450,7 @@ def _is_served_otherwise(served: ServedTable, schema: TableSchema, kind: RowKind
 
 def _with_schema(served: ServedTable, schema: TableSchema) -> ServedTable:
     overlay = None if served.overlay is None else replace(served.overlay, schema=schema)
-    return ServedTable(replace(served.base, schema=schema), overlay, served.escapes)
+    return ServedTable(replace(served.base, schema=schema), overlay, served.exact_rows)
 
 
 def _if_any(found: Difference, before: ServedTable, memory: Memory) -> Difference | None:
