@@ -77,7 +77,7 @@ def restore_targets(plan: RestorePlan, optimizers: Sequence[torch.optim.Optimize
             if not one.num_stored:
                 continue
         arrays = {name: writable_array(tensor) for name, tensor in targets.items()}
-        held = {name: _as_rows(array) for name, array in arrays.items() if array is not None}
+        held = {name: array for name, array in arrays.items() if array is not None}
         if "values" in held:
             outputs[one.key] = held
             rest = {name: tensor for name, tensor in targets.items() if name not in held}
@@ -189,10 +189,6 @@ def _sparse_rows(dense: torch.Tensor) -> torch.Tensor:
 def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
     """A view with one row per row; `reshape` fails where there is no row."""
     return tensor.unsqueeze(1) if tensor.ndim == 1 else tensor.flatten(1)
-
-
-def _as_rows(array: Array) -> Array:
-    return array.reshape(-1) if array.ndim == 2 and array.shape[1] == 1 else array
 
 
 def _put_inline(one: Optimized, saved: Mapping[str, Any], plan: RestorePlan, optimizer: torch.optim.Optimizer) -> None:

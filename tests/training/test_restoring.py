@@ -491,3 +491,25 @@ def test_two_shards_of_one_table_on_a_rank_get_their_own_slots_back(monkeypatch:
     for mine, theirs in ((restored.first, saved.first), (restored.second, saved.second)):
         assert torch.equal(mine, theirs)
         assert torch.equal(fresh.state[mine]["sum"], optimizer.state[theirs]["sum"])
+
+
+def test_a_table_of_one_column_is_restored(tmp_path: Path) -> None:
+    """Its weights and slots of shape (rows, 1) were taken for vectors, and the restore was refused."""
+
+    def started() -> tuple[nn.Module, CheckpointManager]:
+        model = nn.Sequential(nn.Embedding(10, 1))
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        manager = CheckpointManager(str(tmp_path / "store"), model=model, optimizer=optimizer)
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+        return model, manager
+
+    saved, manager = started()
+    manager.save()
+    manager.close()
+    restored, manager = started()
+    manager.restore()
+    manager.close()
+
+    # The scale of the lattice bounds the difference.
+    torch.testing.assert_close(restored[0].weight, saved[0].weight, rtol=0, atol=0.02)  # type: ignore[index]
