@@ -180,7 +180,10 @@ class ShardingLibrary:
 
 
 # Package of a library to the module that knows it; that module registers itself.
-_KNOWN = {"torchrec": "cnr_store.integrations.torchrec"}
+_KNOWN = {
+    "torchrec": "cnr_store.integrations.torchrec",
+    "cnr_store.communication": "cnr_store.training.split_tables",
+}
 _REGISTERED: dict[str, ShardingLibrary] = {}
 
 

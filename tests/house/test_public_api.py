@@ -68,6 +68,7 @@ PUBLIC = {
         CommunicationState RankState StateTensor chunk reshard
         Meter Traffic
         ThresholdedGradients ThresholdReport
+        OneBitAdam OneBitLamb PartialFirstLayer PartialSums SplitTable TopKActivations
     """,
     "cnr_store.training": """
         CheckpointManager SavePolicy TrackingOptions PrecisionPolicy StoreOptions RestoredState load LoadedState

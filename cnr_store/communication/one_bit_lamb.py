@@ -1,0 +1,134 @@
+"""One-bit LAMB: LAMB whose momentum travels as one bit per value, with layer-wise rates that are learned before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cnr_store.communication.one_bit_optimizer import Group, OneBitOptimizer, State
+
+
+class OneBitLamb(OneBitOptimizer):
+    """LAMB with error-compensated one-bit momentum after a warm-up (Li et al., HiPC 2022).
+
+    In the warm-up it is LAMB without bias correction, and keeps a moving average of each tensor's rate. Then variances
+    and averages are frozen. All tensors are sent with one scale, after each was brought to the same size
+    (``scaling``), and a tensor's rate moves with the ratio of its frozen to its present variance (``factor``).
+
+    Parameters
+    ----------
+    params, untouched, group, name
+        As of `OneBitOptimizer`.
+    lr, betas, eps, weight_decay
+        As of LAMB; ``eps`` must be above 0.
+    warmup_steps, floor
+        As of `OneBitAdam`; the present variances have the same floor.
+    coefficients
+        The least and the largest rate of a tensor, its weights' norm divided by its update's.
+    coefficient_beta
+        How slowly the average of the rates moves.
+    factors, factor_change
+        The least and the largest factor, and by how much of itself it may change in one step.
+
+    Raises
+    ------
+    BadInput
+        A value out of range.
+    """
+
+    _has_one_scale = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        warmup_steps: int,
+        coefficients: tuple[float, float] = (0.01, 10.0),
+        coefficient_beta: float = 0.9,
+        factors: tuple[float, float] = (0.5, 4.0),
+        factor_change: float = 0.1,
+        floor: float = 0.01,
+        untouched: Mapping[torch.Tensor, torch.Tensor] | None = None,
+        group: dist.ProcessGroup | None = None,
+        name: str = "one_bit_lamb",
+    ) -> None:
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "warmup_steps": warmup_steps,
+            "coefficients": coefficients, "coefficient_beta": coefficient_beta, "factors": factors,
+            "factor_change": factor_change, "floor": floor,
+        }  # fmt: skip
+        super().__init__(params, defaults, untouched, group, name)
+
+    def _warm_up(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Group, state: State) -> None:
+        beta = group["betas"][1]
+        state["exp_avg"].lerp_(gradient, 1 - group["betas"][0])
+        state["exp_avg_sq"].mul_(beta).addcmul_(gradient, gradient, value=1 - beta)
+        update = _update_of(parameter, state["exp_avg"], group, state)
+        of_weight, of_update = parameter.norm(), update.norm()
+        rate = (of_weight / of_update).clamp(*group["coefficients"])
+        rate = torch.where((of_weight > 0) & (of_update > 0), rate, torch.ones_like(rate))
+        average = state.setdefault("rate", torch.zeros_like(rate))
+        average.lerp_(rate, 1 - group["coefficient_beta"])
+        parameter.sub_(update.mul_(group["lr"] * rate))
+
+    def _after_freeze(self) -> None:
+        sizes = []
+        for group, parameter in self._parameters():
+            state = self.state[parameter]
+            variance = state["exp_avg_sq"]
+            state["present_sq"] = variance.clone()
+            state["factor"] = torch.ones_like(state["rate"])
+            num_touched = (variance != 0).sum().clamp(min=1)
+            state["least_sq"] = group["floor"] * variance.sum() / num_touched
+            sizes.append(state["exp_avg"].norm() / num_touched.sqrt())
+        if not sizes:
+            return
+        mean_size = torch.stack(sizes).mean()
+        for (_, parameter), size in zip(self._parameters(), sizes, strict=True):
+            is_known = (size > 0) & torch.isfinite(mean_size / size)
+            self.state[parameter]["scaling"] = torch.where(is_known, mean_size / size, torch.ones_like(size))
+
+    def _momentum(self, parameter: torch.Tensor, group: Group) -> torch.Tensor:
+        state = self.state[parameter]
+        momentum: torch.Tensor = state["exp_avg"].lerp(self._gradient_of(parameter), 1 - group["betas"][0])
+        return momentum.mul_(state["scaling"])
+
+    def _compressed_update(self, parameter: torch.Tensor, momentum: torch.Tensor, group: Group, state: State) -> None:
+        beta1, beta2 = group["betas"]
+        momentum = momentum / state["scaling"]
+        gradient = (momentum - beta1 * state["exp_avg"]).div_(1 - beta1)
+        state["exp_avg"].copy_(momentum)
+        present = state["present_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        update = _update_of(parameter, momentum, group, state)
+        if parameter.numel():
+            state["factor"].copy_(_factor_of(present, momentum, update, group, state))
+        parameter.sub_(update.mul_(group["lr"] * state["rate"] * state["factor"]))
+
+
+def _update_of(parameter: torch.Tensor, momentum: torch.Tensor, group: Group, state: State) -> torch.Tensor:
+    update: torch.Tensor = momentum / state["exp_avg_sq"].sqrt().add_(group["eps"])
+    return update.add_(parameter, alpha=group["weight_decay"]) if group["weight_decay"] else update
+
+
+def _factor_of(
+    present: torch.Tensor, momentum: torch.Tensor, update: torch.Tensor, group: Group, state: State
+) -> torch.Tensor:
+    """Return the tensor's new factor: its largest ratio of frozen to present deviation, within its bounds."""
+    frozen: torch.Tensor = state["exp_avg_sq"]
+    last: torch.Tensor = state["factor"]
+    deviation = frozen.sqrt().add_(group["eps"])
+    ratio = deviation / present.clamp(min=state["least_sq"]).sqrt_().add_(group["eps"])
+    factor = torch.where(frozen > 0, ratio, torch.zeros_like(ratio)).max()
+    if group["weight_decay"]:
+        share = ((momentum / deviation).norm() / update.norm()).nan_to_num(1.0).clamp(max=1.0)
+        factor = factor * share + (1 - share)
+    lowest, highest = last * (1 - group["factor_change"]), last * (1 + group["factor_change"])
+    least, most = group["factors"]
+    return factor.clamp(least, most).clamp(lowest, highest)

@@ -1,0 +1,280 @@
+"""What one-bit Adam and one-bit LAMB share: dense steps first, then momentum at one bit per value.
+
+For ``warmup_steps`` steps the gradients are averaged whole, and the optimizer is an ordinary one. Then the variances
+are frozen, and only momentum is averaged: each rank adds its own gradient to it, and `OneBitMean` averages the result
+with error feedback. Weights, momentum and variances are the same on all ranks at all times; the errors are not.
+
+An element whose variance is 0 at the freeze never had a gradient. It is held: its momentum and weight stay as they
+are, and it is not sent, because a sign cannot say 0. Every other variance is raised to a share of its tensor's mean,
+because momentum that comes back as one size for all elements explodes where the variance is almost 0.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from cnr_store.communication.buckets import Result, register
+from cnr_store.communication.one_bit import OneBitMean, rank_and_world
+from cnr_store.communication.state import RankState, StateTensor
+from cnr_store.errors import BadInput
+from cnr_store.runtime.arguments import checked_count, checked_number
+
+State = dict[str, Any]
+Group = dict[str, Any]
+
+
+class OneBitOptimizer(torch.optim.Optimizer):
+    """An optimizer with a dense warm-up and one-bit momentum after it; `OneBitAdam` and `OneBitLamb` are two.
+
+    Parameters
+    ----------
+    params
+        As of any torch optimizer. All ranks have the same ones, in the same order, with the same weights. A parameter
+        without a gradient counts as one with a gradient of zeros.
+    defaults
+        Options of parameter groups. ``warmup_steps``: how many steps are dense, at least 1; 15 to 25 % of all steps is
+        usual. ``floor``: the least variance after the freeze, as a share of the mean variance of its tensor.
+    untouched
+        Parameter to bool mask in its shape: elements to hold after the freeze beside those without variance.
+    group
+        The process group; None means the default one, or one rank alone if there is none.
+    name
+        A name that no other hook or optimizer with communication state has; part of names in a store.
+    """
+
+    _has_one_scale = False
+    """Whether all tensors are sent with one scale, or each with its own."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        untouched: Mapping[torch.Tensor, torch.Tensor] | None,
+        group: dist.ProcessGroup | None,
+        name: str,
+    ) -> None:
+        checked_count("warmup_steps", defaults["warmup_steps"], least=1)
+        checked_number("eps", defaults["eps"], above=0)
+        for option in ("lr", "weight_decay", "floor"):
+            checked_number(option, defaults[option], least=0)
+        for beta in defaults["betas"]:
+            checked_number("betas", beta, least=0, most=1 - 1e-12)
+        self.name, self._group = name, group
+        self._untouched = dict(untouched or {})
+        self._mean: OneBitMean | None = None
+        self._sent_bytes = self._dense_bytes = 0
+        self._loaded: dict[str, torch.Tensor] = {}
+        self._stamps: list[tuple[int, int]] = []
+        self._touched: list[torch.Tensor | None] = []
+        super().__init__(params, defaults | {"is_frozen": False})
+
+    def register(self, model: DistributedDataParallel) -> None:
+        """Switch off the all-reduce of a DDP model: this optimizer averages its gradients, in the model's group.
+
+        Once, before the first backward pass. ``model.no_sync()`` around every backward pass does the same.
+        """
+        register(model, _unchanged)
+        self._group = self._group or model.process_group
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the warm-up is over: momentum travels as one bit per value."""
+        return bool(self.param_groups[0]["is_frozen"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step. Blocks; all ranks call it. A sparse gradient raises `BadInput`."""
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        if self.is_frozen:
+            self._compressed_step()
+        else:
+            self._dense_step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as of any optimizer, and under ``one_bit`` this rank's errors: save it on every rank."""
+        found = super().state_dict()
+        return found | {"one_bit": {name: one.value for name, one in self.rank_state().tensors.items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned on the same rank of as many; a difference is an error of the next step."""
+        super().load_state_dict(state_dict)
+        self._put_errors(state_dict.get("one_bit", {}))
+
+    def rank_state(self) -> RankState:
+        """Return this rank's errors, for ``CheckpointManager(communication=[...])``; the rest is on all ranks alike."""
+        if not self.is_frozen:
+            return RankState({}, {"values": self._num_values()})
+        mean = self._averaging()
+        tensors = {
+            "worker_error": StateTensor(mean.worker_error, "mean"),
+            "server_error": StateTensor(mean.server_error, "concatenate"),
+        }
+        return RankState(tensors, {"values": self._num_values()})
+
+    def load_rank_state(self, state: RankState) -> None:
+        """Take over the errors of `rank_state`; the optimizer's other state may be loaded before or after.
+
+        Raises
+        ------
+        BadInput
+            They are errors of other parameters; nothing was changed.
+        """
+        values, found = self._num_values(), state.scalars["values"]
+        if found != values:
+            raise BadInput(
+                f"errors of one-bit averages: expected those of parameters with {values} values, found {found}; build "
+                "the model and its optimizer as they were saved",
+                expected=values, found=found,
+            )  # fmt: skip
+        self._put_errors({name: one.value for name, one in state.tensors.items()})
+
+    def metrics(self) -> dict[str, float]:
+        """Return what a manager records with each save: bytes sent, and what they would be in dense steps."""
+        return {"sent_bytes": self._sent_bytes, "dense_bytes": self._dense_bytes}
+
+    def _num_values(self) -> int:
+        return sum(parameter.numel() for _, parameter in self._parameters())
+
+    def _put_errors(self, errors: Mapping[str, torch.Tensor]) -> None:
+        self._mean = None
+        self._loaded = {name: error.clone() for name, error in errors.items()}
+
+    # ---- the two kinds of steps
+
+    def _dense_step(self) -> None:
+        self._count(4 * self._num_values())
+        gradients = self._mean_gradients()
+        steps = 0
+        for (group, parameter), gradient in zip(self._parameters(), gradients, strict=True):
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            state["step"] += 1
+            steps = int(state["step"].item())
+            self._warm_up(parameter, gradient, group, state)
+        if steps >= self.param_groups[0]["warmup_steps"]:
+            self._freeze()
+
+    def _compressed_step(self) -> None:
+        mean = self._averaging()
+        self._count(mean.layout.sent_bytes)
+        momenta = [self._momentum(parameter, group) for group, parameter in self._parameters()]
+        parts = [
+            momentum.reshape(-1) if touched is None else momentum.reshape(-1)[touched]
+            for momentum, touched in zip(momenta, self._touched, strict=True)
+        ]
+        flat = mean(torch.cat(parts)) if parts else torch.empty(0)
+        averages = flat.split([len(part) for part in parts])
+        for (group, parameter), momentum, touched, average in zip(
+            self._parameters(), momenta, self._touched, averages, strict=True
+        ):
+            found = average.to(momentum.dtype)
+            if touched is not None:
+                found = found.new_zeros(parameter.numel()).index_copy_(0, touched, found)
+            self.state[parameter]["step"] += 1
+            self._compressed_update(parameter, found.view_as(parameter), group, self.state[parameter])
+
+    def _count(self, sent_bytes: int) -> None:
+        self._sent_bytes += sent_bytes
+        self._dense_bytes += 4 * self._num_values()
+
+    def _freeze(self) -> None:
+        """Fix the variances: 0 for elements to hold, at least ``floor`` of their tensor's mean for all others."""
+        for group, parameter in self._parameters():
+            state = self.state[parameter]
+            self._before_freeze(group, state)
+            variance = state["exp_avg_sq"]
+            if parameter in self._untouched:
+                variance.masked_fill_(self._untouched[parameter].to(variance.device), 0)
+            is_held = variance == 0
+            least = group["floor"] * variance.sum() / (~is_held).sum().clamp(min=1)
+            variance.clamp_(min=least).masked_fill_(is_held, 0)
+            state["exp_avg"].masked_fill_(is_held, 0)
+        for group in self.param_groups:
+            group["is_frozen"] = True
+        self._mean = None
+        self._after_freeze()
+
+    # ---- what an optimizer fills in
+
+    @abstractmethod
+    def _warm_up(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Group, state: State) -> None:
+        """Update state and weight by the mean gradient."""
+
+    def _before_freeze(self, group: Group, state: State) -> None:
+        """Make ``exp_avg_sq`` the variance to keep."""
+
+    def _after_freeze(self) -> None:
+        """Prepare what compressed steps need."""
+
+    @abstractmethod
+    def _momentum(self, parameter: torch.Tensor, group: Group) -> torch.Tensor:
+        """Return this rank's new momentum, to be averaged; state is not changed."""
+
+    @abstractmethod
+    def _compressed_update(self, parameter: torch.Tensor, momentum: torch.Tensor, group: Group, state: State) -> None:
+        """Update state and weight by the mean momentum."""
+
+    # ---- parts of a step
+
+    def _parameters(self) -> Iterator[tuple[Group, torch.Tensor]]:
+        for group in self.param_groups:
+            yield from ((group, parameter) for parameter in group["params"] if parameter.requires_grad)
+
+    def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        gradient = parameter.grad
+        if gradient is None:
+            return torch.zeros_like(parameter)
+        if gradient.is_sparse:
+            raise BadInput(
+                f"{type(self).__name__} got a sparse gradient of a parameter {tuple(parameter.shape)}, and averages "
+                "dense ones only; give tables an optimizer of their own, as SparseAdam or Adagrad",
+                found=tuple(parameter.shape),
+            )
+        return gradient
+
+    def _mean_gradients(self) -> list[torch.Tensor]:
+        gradients = [self._gradient_of(parameter) for _, parameter in self._parameters()]
+        _, world = rank_and_world(self._group)
+        if world == 1 or not gradients:
+            return gradients
+        # Divided before it is summed, as DDP does: the warm-up gives the same bits.
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).mul_(1 / world)
+        dist.all_reduce(flat, group=self._group)
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        return [part.view_as(one).to(one.dtype) for part, one in zip(parts, gradients, strict=True)]
+
+    def _averaging(self) -> OneBitMean:
+        """Return what averages momentum; made anew, with errors that were loaded or none, when variances changed."""
+        variances = [self.state[parameter]["exp_avg_sq"] for _, parameter in self._parameters()]
+        stamps = [(id(variance), variance._version) for variance in variances]
+        if self._mean is None or stamps != self._stamps:
+            self._stamps, self._touched = stamps, []
+            sizes = []
+            for variance in variances:
+                touched = variance.reshape(-1).nonzero().squeeze(1)
+                sizes.append(len(touched))
+                self._touched.append(None if len(touched) == variance.numel() else touched)
+            sizes = [sum(sizes)] if self._has_one_scale else sizes
+            self._mean = OneBitMean(sizes, self._group, variances[0].device if variances else None)
+            for name, error in self._loaded.items():
+                self._mean.put_error(name, error)
+            self._loaded = {}
+        return self._mean
+
+
+def _unchanged(bucket: GradBucket) -> Result:
+    future: Result = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
