@@ -54,18 +54,18 @@ def go_back(ranks: Ranks, store: Store, error: Exception) -> WentBack:
         ``error``, if that is no damage on some rank, or no version is whole.
     StorageFailure, AccessDenied
     """
-    told = together(ranks, lambda: _told(error))
-    if not all(one["is_damage"] for one in told):
+    answers = together(ranks, lambda: _damage_here(error))
+    if not all(one["is_damage"] for one in answers):
         raise error
-    problem = next((one["message"] for one in told if one["segment"]), told[0]["message"])
-    segments = {one["segment"] for one in told if one["segment"]}
-    answer = rank_zero(ranks, lambda: _find_whole(store, segments, told[0]["kind"]))
+    problem = next((one["message"] for one in answers if one["segment"]), answers[0]["message"])
+    segments = {one["segment"] for one in answers if one["segment"]}
+    answer = rank_zero(ranks, lambda: _find_whole(store, segments, answers[0]["kind"]))
     if answer is None:
         raise error
     return WentBack(problem=problem, **{**answer, "torn": tuple(answer["torn"])})
 
 
-def _told(error: Exception) -> dict[str, Any]:
+def _damage_here(error: Exception) -> dict[str, Any]:
     """What this rank knows of the damage, as plain JSON: an error of another rank has lost its path."""
     path = getattr(error, "path", None) or ""
     folder, _, rest = path.partition("data/")

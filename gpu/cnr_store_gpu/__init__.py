@@ -1,6 +1,6 @@
-"""Knowing which rows changed, and copying them at one instant: the collectors of cnr_store.
+"""Finds the rows that changed, and copies them at one instant.
 
-It needs torch and knows nothing of the store.
+It needs torch, and does not depend on the store.
 
     tracker = RowTracker(model, optimizers=[optimizer])
     buffers = StagingBuffers()

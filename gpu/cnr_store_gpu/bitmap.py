@@ -1,8 +1,8 @@
 """Which rows changed since the last save: one bit per row, in one bitmap for all tables of a device.
 
-Why this module exists: the rows of a delta must be known exactly, at a cost that training does not feel.
-All tables share one linearised tensor of packed words, so an interval's marks are one small array however
-many lookups there were. Bits only go from 0 to 1 between two ``take`` calls.
+Why this module exists: the rows of a delta must be known exactly, at a cost that does not slow training down. All
+tables of a device share one tensor of packed words, so the marks of an interval are one small array, for any number of
+lookups. Between two ``take`` calls bits only change from 0 to 1.
 
 It must never lose a mark: an id outside its table sets nothing, and taken words can be given back after a
 failed save. Marking twice, or too much, is always safe.
@@ -42,7 +42,7 @@ class Taken:
     row_ids
         int64, sorted, unique: the marked rows.
     words
-        uint32 ``(ceil(num_rows / 32),)``: the same rows as bits; a copy, nobody writes it.
+        uint32 ``(ceil(num_rows / 32),)``: the same rows as bits; a copy, which is never written.
     device_rows
         ``row_ids`` on the device of a bitmap that is not on the CPU, so that a gather there needs no copy of
         them; None on the CPU.

@@ -4,7 +4,7 @@ Runs on a transfer's thread, beside the training; it touches copies only. Where 
 delivered instead: they are still in the staging.
 
 Memory is kept between saves, because a fresh gigabyte costs more in page faults than in copying. One save at a time
-must use it: whoever takes a buffer again gets the same bytes.
+must use it: the next caller that takes a buffer gets the same bytes.
 """
 
 from __future__ import annotations

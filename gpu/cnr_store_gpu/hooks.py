@@ -1,8 +1,8 @@
 """Follows lookups and optimizer steps, and marks what they change.
 
-Why this module exists: which rows a step changes is known in pieces: forward has the ids, the gradient what forward
-does not show, the optimizer which further rows it moves, and the version of a weight whether anything else wrote. The
-hooks that gather these pieces are here; when rows are handed out is the tracker's business.
+Why this module exists: no single place knows which rows a step changes. Forward has the ids, the gradient has rows that
+forward does not show, the optimizer changes further rows, and the version of a weight shows whether other code wrote.
+The hooks that collect this are here; the tracker decides when rows are taken.
 
 A hook on a lookup is traced by ``torch.compile``: it calls operators and changes nothing in Python. Hooks on steps
 run outside compiled code. No hook waits for a device.
@@ -138,7 +138,7 @@ class Following:
             self._handles.pop().remove()
 
     def ends_lookups(self, watched: TrackedTable) -> bool:
-        """Return whether something will say that the table's lookups are done."""
+        """Return whether something will report that the table's lookups are done."""
         return watched.is_shard or watched.optimizer is not None or not self.follows_steps
 
     def _check_movement(self, watched: TrackedTable, movement: RowMovement) -> None:
@@ -275,7 +275,7 @@ class Following:
         """Note that the table's outstanding updates are written, without a step that a hook sees."""
         if watched.movement is not None and watched.optimizer is None:
             self.follow_movement(watched, watched.movement)
-        watched.says_updated, watched.declared = True, False
+        watched.reports_updates, watched.declared = True, False
         for one in (watched, *watched.mates):
             one.restamp()
         self._ledger.settle(watched.place)
@@ -346,12 +346,12 @@ class Following:
         if watched.optimizer is not None:
             return False
         group = (watched, *watched.mates)
-        is_told = any(one.says_updated for one in group)
-        if (watched.is_shard or is_told) and any(self._ledger.pending(one.place) for one in group):
+        is_reported = any(one.reports_updates for one in group)
+        if (watched.is_shard or is_reported) and any(self._ledger.pending(one.place) for one in group):
             return True
-        if is_told or (self.follows_steps and not watched.is_shard):
+        if is_reported or (self.follows_steps and not watched.is_shard):
             return False
-        # Without anything that tells of updates each of them looks like this; it is a bypass only if nothing was
+        # If nothing reports updates, each of them looks like this; it is a bypass only if nothing was
         # marked either.
         return any(one.marked or self._ledger.saw(one.place) for one in group)
 

@@ -1,8 +1,8 @@
-"""A ring of page-locked blocks, allocated once: everything that leaves a device passes through it.
+"""A ring of page-locked blocks, allocated once: every copy from a device to the host passes through it.
 
-Why this module exists: page-locked memory is slow to get and taken from everybody else, but only copies into it run
-beside the training. So there is a fixed amount, whatever the size of a save: while one block is filled by the device,
-the one before is emptied into ordinary memory.
+Why this module exists: page-locked memory is slow to allocate, and other programs cannot use it. Only copies into it
+run beside the training. So there is a fixed amount, whatever the size of a save: while the device fills one block, the
+block before is copied to ordinary memory.
 """
 
 from __future__ import annotations

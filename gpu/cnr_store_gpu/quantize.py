@@ -1,8 +1,8 @@
-"""Codes made where the rows are, so that fewer bytes leave the device: 2 per element instead of 4.
+"""Codes made on the device of the rows, so that fewer bytes are copied to the host: 2 per element instead of 4.
 
 The codes are those of the store's lattice encoding, bit for bit: ``rint(x / scale)``, one fp32 division, half to even;
-only codes that int16 holds. What cannot be coded so (NaN, Inf, too large) raises a flag on the device that is looked at
-behind the copy; the codes of such an array are worth nothing, and its floats go instead.
+only codes that int16 holds. What cannot be coded (NaN, Inf, too large) sets a flag on the device, which is read after
+the copy. The codes of such an array are not valid, and its floats are copied instead.
 """
 
 from __future__ import annotations

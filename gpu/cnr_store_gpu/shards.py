@@ -1,7 +1,7 @@
-"""Tables, or pieces of them, that something else than an embedding module of torch looks up.
+"""Tables, or pieces of them, that are looked up by other code than an embedding module of torch.
 
-Why this module exists: sharded models, embedding servers and kernels of the user's own hold rows too. They tell the
-tracker what they look up and when they have written; this is what it needs to know of each beforehand.
+Why this module exists: sharded models, embedding servers and a user's own kernels have rows too. They report their
+lookups and updates to the tracker; here is what it must know of each before.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ChangeSource(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WatchedShard:
-    """Rows that the caller looks up: ``RowTracker.lookup`` and ``updated`` tell of them, no hook does.
+    """Rows that the caller looks up and reports with ``RowTracker.lookup`` and ``updated``; no hook sees them.
 
     Attributes
     ----------
@@ -38,7 +38,7 @@ class WatchedShard:
     num_rows
         Rows of this shard: ids are local to it.
     weight
-        A live view ``(num_rows, dim)``, for the check of writes that nobody told of and for ``verify_rows``. A
+        A live view ``(num_rows, dim)``, for the check of unreported writes and for ``verify_rows``. A
         parameter of an attached optimizer is followed by its steps. None, or a tensor without a version: not checked.
     movement
         What its optimizer moves at each ``updated``; None for the rows looked up. An attached optimizer overrules it.

@@ -1,14 +1,14 @@
-"""Copies of the touched rows, weights and slots alike, as they are at one instant: the only stall of a save.
+"""Copies of the touched rows, weights and slots, as of one instant: the only part of a save that stalls the training.
 
 Why this module exists: everything after the gather (coding, copying to the host, compressing, putting) works on these
-copies while training goes on, so weights and slots must come from the same row list at the same step.
+copies while the training continues, so weights and slots must be of the same rows at the same step.
 
 On the CPU the gather itself makes the host copies. On an accelerator it is queued on the training's own stream, and
-what follows runs behind it: the rows are coded if that is asked for, and cross to the host through a ring of pinned
-blocks. Training waits for nothing but the gather; whoever reads the copies waits until they are there.
+the rest runs after it: the rows are coded if that is asked for, and copied to the host through a ring of pinned blocks.
+The training waits for the gather only; the thread that reads the copies waits until they have arrived.
 
-It must never hand out memory that somebody may still be reading or filling: memory is used again only when its copies
-have arrived *and* were released.
+It must never return memory that is still read or filled: memory is used again only when its copies have arrived *and*
+were released.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cnr_store_gpu.transfer import Transfer, transfer_for
 
 
 class Staged:
-    """Copies of rows at one instant; valid until ``release``. May be read and released from any thread.
+    """Copies of rows as of one instant; valid until ``release``. Any thread may read and release them.
 
     Attributes
     ----------
@@ -68,7 +68,7 @@ class Staged:
         Raises
         ------
         BackgroundSaveFailed
-            Coding or copying failed; the cause says why. Nothing was handed out.
+            Coding or copying failed, with its cause. Nothing was returned.
         BadRowIds
             Ids that were on a device lie outside their table.
         """
@@ -152,11 +152,11 @@ class StagingBuffers:
     pinned_bytes
         Page-locked host memory for each accelerator, taken with its first copy and kept.
     quantize
-        By table: what to stage as codes instead of floats; 2 bytes per element cross. Rows that cannot be coded cross
-        as floats, as well as codes that then are worth nothing.
+        By table: what to stage as codes instead of floats, which copies 2 bytes per element to the host. An array that
+        cannot be coded is copied as floats too; its codes are not used then.
     transfer
-        How rows leave their device, for all devices; the default is by device, and none for host memory, where
-        there is nothing to copy. Its owner closes it.
+        How rows are copied from all devices; the default depends on the device, and host memory needs none. Its owner
+        closes it.
 
     Attributes
     ----------
@@ -211,7 +211,7 @@ class StagingBuffers:
 
         Call it at a step boundary, from the thread that trains: nothing may write the tables until it returns. On the
         CPU it blocks until the rows are copied; on an accelerator until the copying is queued on the current stream,
-        and later work of that stream comes behind it.
+        and later work of that stream runs after it.
 
         Parameters
         ----------
@@ -221,7 +221,7 @@ class StagingBuffers:
         Raises
         ------
         BadShape, BadRowIds
-            As ``gather_rows``. Ids on a device are checked behind the copy, by `Staged.wait`.
+            As ``gather_rows``. Ids on a device are checked after the copy, by `Staged.wait`.
         BadDtype, BadInput
             A tensor that is to be coded cannot be; nothing was copied.
         """
@@ -244,7 +244,7 @@ class StagingBuffers:
     def free(self) -> None:
         """Give the memory back; blocks until copies under way are over.
 
-        Copies that nobody released stay valid, and are no longer reused.
+        Copies that were not released stay valid; their memory is not used again.
         """
         with self._lock:
             self._slots.clear()

@@ -42,7 +42,7 @@ class KeptLookup:
     skip_row
         The row that was not marked, or -1.
     version
-        Version of ``ids`` when they were looked up; None if nobody else can write them, or it has none.
+        Version of ``ids`` when they were looked up; None if no other code can write them, or they have none.
     """
 
     ids: torch.Tensor
@@ -112,7 +112,7 @@ class LookupLedger:
                     table.in_flight.append((table.updates, lookup))
 
     def follow(self, place: int, *, is_followed: bool) -> None:
-        """Say whether something will settle the table's lookups; the ids of others are not kept."""
+        """Set whether something will settle the table's lookups; otherwise their ids are not kept."""
         table = self._tables[place]
         table.is_followed = is_followed
         if not is_followed:
@@ -131,7 +131,7 @@ class LookupLedger:
             return list(dict.fromkeys(lookup for table in self._tables for _, lookup in table.in_flight))
 
     def settle(self, *places: int) -> None:
-        """Say that an update of each of these tables has been made."""
+        """Record that an update of each of these tables has been made."""
         with packed.LOCK:
             for place in places:
                 table = self._tables[place]
@@ -141,7 +141,7 @@ class LookupLedger:
                     table.in_flight.popleft()
 
     def settle_all(self) -> None:
-        """Say that no update of any table is outstanding."""
+        """Record that no update of any table is outstanding."""
         with packed.LOCK:
             for place, table in enumerate(self._tables):
                 table.settled = int(self._counts[place])
@@ -180,7 +180,7 @@ class TrackedTable:
         default=False, init=False
     )  # the caller marked rows, so a change of version until the next step or take is theirs
     marked: bool = field(default=False, init=False)  # rows were marked in this interval by other than a lookup
-    says_updated: bool = field(default=False, init=False)  # the caller tells of its updates
+    reports_updates: bool = field(default=False, init=False)  # the caller calls `updated`
     has_source: bool = field(default=False, init=False)
     reach: Movement = field(
         default=Movement.TOUCHED, init=False

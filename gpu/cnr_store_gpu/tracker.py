@@ -1,12 +1,12 @@
 """Watches a model and its optimizers, and knows which rows of its tables changed since the last save.
 
-Why this module exists: forward shows which rows are looked up, the gradient which rows a step gets, the
-optimizer decides which of them (and which others) move, and a save may only happen when all are done. The
-tracker joins them: hooks mark rows, step hooks read the gradient and check what the optimizer does, and
-``take`` hands the rows out at a step boundary.
+Why this module exists: forward shows which rows are looked up, the gradient shows which rows a step updates, the
+optimizer decides which of them (and which others) change, and a save may begin only when all are done. The tracker
+combines them: hooks mark rows, step hooks read the gradient and check what the optimizer does, and ``take`` returns the
+rows at a step boundary.
 
-It must never lose a row: whatever it cannot see (a writer that bypasses the hooks, a replaced tensor, an
-unknown optimizer) makes it mark more, with a warning. It writes no weights.
+It must never lose a row: if it cannot see a change (a writer that bypasses the hooks, a replaced tensor, an unknown
+optimizer), it marks more rows, with a warning. It writes no weights.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class RowTracker:
     optimizers
         Attached at once; see ``attach_optimizer``. Each of their steps reads a dense gradient once, because
         forward does not show every row that gets one. Once there is one, a table that none of them has is
-        expected to stand still: a write to it counts as one that no hook saw.
+        expected not to change: a write to it counts as one that no hook saw.
     shards
-        Tables that something else looks up, and tells of with ``lookup`` and ``updated``.
+        Tables that other code looks up, and reports with ``lookup`` and ``updated``.
     in_flight
         What ``take`` does while lookups wait for their update: ``"refuse"``, or ``"remark"`` to take all the same
         and mark their rows again for the next interval. A training that looks up the next batch before the step of
@@ -56,7 +56,7 @@ class RowTracker:
     allow_dense
         Accept optimizers that move every row in every step. Every delta is then a baseline of such a table.
     assume
-        What optimizers that the library does not know do, by class name; they count as ALL otherwise.
+        What unknown optimizers do, by class name; without an entry they count as ALL.
     on_bypass
         What a write that no hook saw does: ``"warn"`` (and mark the whole table, so nothing is lost) or
         ``"raise"``.
@@ -179,7 +179,7 @@ class RowTracker:
         self._following.mark_all(watched)
 
     def lookup(self, name: str, ids: Ids, *, learns: bool = True) -> None:
-        """Say that rows are looked up whose update is still to come; for what no hook sees, shards above all.
+        """Report a lookup whose update is still to come; for lookups that no hook sees, as those of shards.
 
         Parameters
         ----------
@@ -208,7 +208,7 @@ class RowTracker:
     def lookup_slices(
         self, names: Sequence[str], ids: Ids, ends: Sequence[int] | torch.Tensor, *, learns: bool = True
     ) -> None:
-        """Say that slices of ``ids`` are looked up, each in its own shard, as ``lookup``: one operator, one launch.
+        """Report lookups of slices of ``ids``, each in its own shard, as ``lookup``: one operator, one launch.
 
         Parameters
         ----------
@@ -239,7 +239,7 @@ class RowTracker:
             operators.note_lookup(counts, tensor, bounds, list(slices.places), operators.NO_ROW, key, is_traced)
 
     def updated(self, name: str) -> None:
-        """Say that the outstanding updates of a table are written: a fused optimizer's backward is over.
+        """Report that the outstanding updates of a table are written: a fused optimizer's backward is over.
 
         Ends its pending lookups (with ``in_flight="remark"`` those that are ``steps_ahead`` updates old), and adds
         the rows that its ``movement`` moves. Blocks for nothing.
@@ -287,7 +287,7 @@ class RowTracker:
         return self._remarks or self.pending == 0
 
     def declare_boundary(self) -> None:
-        """Say that no update is outstanding: a step was skipped, or no attached optimizer makes them."""
+        """Declare that no update is outstanding: a step was skipped, or no attached optimizer makes updates."""
         self._ledger.settle_all()
 
     def check_boundary(self) -> None:
@@ -321,9 +321,9 @@ class RowTracker:
     def take(self) -> dict[str, Taken]:
         """Return, for every table and shard, the rows to save, and start the next interval.
 
-        The rows are the marked ones, those of the sources, those that the optimizer moves besides (EVER_TOUCHED,
-        ALL), and whole tables that were written behind the tracker. Gather right after it, before training goes on,
-        and ``give_back`` the result if the save does not win. Waits once for each device that has tables.
+        The rows are the marked ones, those of the sources, others that the optimizer changes (EVER_TOUCHED, ALL), and
+        whole tables that were written without a hook. Gather right after it, before the training continues, and
+        ``give_back`` the result if the save is not committed. Waits once for each device that has tables.
 
         Raises
         ------
@@ -357,14 +357,14 @@ class RowTracker:
         return taken
 
     def give_back(self, taken: Taken | Mapping[str, Taken]) -> None:
-        """Mark taken rows again, after a save that did not win."""
+        """Mark taken rows again, after a save that was not committed."""
         for one in (taken,) if isinstance(taken, Taken) else taken.values():
             watched = self._tables.find(one.table)
             watched.marked = True
             watched.bitmap.give_back(one)
 
     def reset(self) -> None:
-        """Start anew from the present weights: after a restore, or after warm-up before the baseline.
+        """Start again from the present weights: after a restore, or after warm-up before the baseline.
 
         Call it when weights and optimizer state are in place. Marks are cleared, present weights are taken
         as known, what sources have is dropped, and the rows that momentum still moves are found again from the

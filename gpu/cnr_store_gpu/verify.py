@@ -1,8 +1,8 @@
 """A spot check that rows without a mark really did not change.
 
-Why this module exists: an optimizer that the library does not know, or code that writes weights behind its
-back, can move rows that nobody marked. Comparing all rows would cost a second copy of the table; comparing
-a random sample at each save finds such a writer within a few saves. It only reads the weights.
+Why this module exists: an unknown optimizer, or code that writes weights without a hook, can change rows that have no
+mark. Comparing all rows would cost a second copy of the table. Comparing a random sample at each save finds such a
+writer within a few saves. It only reads the weights.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def mark_slices_words(
     Parameters
     ----------
     words, ids
-        As for ``mark_words``; nothing tells of ids outside their table.
+        As for ``mark_words``; ids outside their table are not reported.
     ends
         int64 ``(num_slices + 1,)``, ascending.
     first_words, num_rows
@@ -161,7 +161,7 @@ def mark_parts_words(words: Words, parts: npt.NDArray[np.int64]) -> None:
 def pack_mask(mask: torch.Tensor) -> torch.Tensor:
     """Return a mask as words, int32 ``(ceil(num_rows / 32),)``, on its device; waits for nothing.
 
-    ``mask`` is bool ``(num_rows,)``. Built byte by byte, which needs a byte per row meanwhile.
+    ``mask`` is bool ``(num_rows,)``. Built byte by byte, so it needs a temporary byte per row.
     """
     num_rows = mask.numel()
     padded = torch.zeros(words_of_rows(num_rows) * BITS, dtype=torch.uint8, device=mask.device)

@@ -237,7 +237,9 @@ class RateControl:
             planned = refinement(bits, wanted, self._steps.get(table), asked.scale, asked.halvings, reason)
             if planned is not None:
                 self._pending[table] = planned
-                logger.info("table %s: %d bits instead of %d (%s): %s", table, wanted, bits, reason, _told(planned))
+                logger.info(
+                    "table %s: %d bits instead of %d (%s): %s", table, wanted, bits, reason, _effect_of(planned)
+                )
 
     def _follow_loss(self, ranks: Ranks, writer: Writer) -> None:
         """Plan the halvings that the loss of the checkpoint asks for, as far as codes have room."""
@@ -407,7 +409,7 @@ class RateControl:
         return asked_bits(self._widened(table))
 
 
-def _told(planned: Refinement) -> str:
+def _effect_of(planned: Refinement) -> str:
     if planned.how == "refine":
         return f"its scale is halved {planned.halvings} times in the next save"
-    return "it is written anew by the next save" if planned.how == "anew" else "its scale is fine enough as it is"
+    return "the next save writes it whole" if planned.how == "anew" else "its scale is fine enough"
