@@ -10,6 +10,9 @@ import torch.distributed as dist
 
 from cnr_store.communication.one_bit_optimizer import Group, OneBitOptimizer, State
 
+_RATE_BETA, _FACTORS, _FACTOR_CHANGE = 0.9, (0.5, 4.0), 0.1
+"""How slowly a rate's average moves; bounds of a factor, and by what share it may change in a step: as published."""
+
 
 class OneBitLamb(OneBitOptimizer):
     """LAMB with error-compensated one-bit momentum after a warm-up (Li et al., HiPC 2022).
@@ -28,10 +31,6 @@ class OneBitLamb(OneBitOptimizer):
         As of `OneBitAdam`; the present variances have the same floor.
     coefficients
         The least and the largest rate of a tensor, its weights' norm divided by its update's.
-    coefficient_beta
-        How slowly the average of the rates moves.
-    factors, factor_change
-        The least and the largest factor, and by how much of itself it may change in one step.
 
     Raises
     ------
@@ -51,9 +50,6 @@ class OneBitLamb(OneBitOptimizer):
         *,
         warmup_steps: int,
         coefficients: tuple[float, float] = (0.01, 10.0),
-        coefficient_beta: float = 0.9,
-        factors: tuple[float, float] = (0.5, 4.0),
-        factor_change: float = 0.1,
         floor: float = 0.01,
         untouched: Mapping[torch.Tensor, torch.Tensor] | None = None,
         group: dist.ProcessGroup | None = None,
@@ -61,8 +57,7 @@ class OneBitLamb(OneBitOptimizer):
     ) -> None:
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "warmup_steps": warmup_steps,
-            "coefficients": coefficients, "coefficient_beta": coefficient_beta, "factors": factors,
-            "factor_change": factor_change, "floor": floor,
+            "coefficients": coefficients, "floor": floor,
         }  # fmt: skip
         super().__init__(params, defaults, untouched, group, name)
 
@@ -75,7 +70,7 @@ class OneBitLamb(OneBitOptimizer):
         rate = (of_weight / of_update).clamp(*group["coefficients"])
         rate = torch.where((of_weight > 0) & (of_update > 0), rate, torch.ones_like(rate))
         average = state.setdefault("rate", torch.zeros_like(rate))
-        average.lerp_(rate, 1 - group["coefficient_beta"])
+        average.lerp_(rate, 1 - _RATE_BETA)
         parameter.sub_(update.mul_(group["lr"] * rate))
 
     def _after_freeze(self) -> None:
@@ -129,6 +124,5 @@ def _factor_of(
     if group["weight_decay"]:
         share = ((momentum / deviation).norm() / update.norm()).nan_to_num(1.0).clamp(max=1.0)
         factor = factor * share + (1 - share)
-    lowest, highest = last * (1 - group["factor_change"]), last * (1 + group["factor_change"])
-    least, most = group["factors"]
-    return factor.clamp(least, most).clamp(lowest, highest)
+    lowest, highest = last * (1 - _FACTOR_CHANGE), last * (1 + _FACTOR_CHANGE)
+    return factor.clamp(*_FACTORS).clamp(lowest, highest)
