@@ -294,8 +294,8 @@ class StagedTables:
         return self._state.mirrors.get(shard), self._state.mirrors.digest(shard)
 
     def _keep_rows(self, shard: Shard, staged: StagedRows) -> None:
-        before, base = self._digests.get(shard), self._mirror(shard)[1]
-        if before is not None and staged.digest is not None and base is not None:
+        before = self._digests.get(shard)
+        if before is not None and staged.digest is not None and (base := self._mirror(shard)[1]) is not None:
             # Both changes were computed from the mirror's state; they touch disjoint rows, so they add up.
             staged.digest = (before + staged.digest - base) % (1 << 64)
         self._digests[shard] = staged.digest
