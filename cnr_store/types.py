@@ -1,19 +1,16 @@
-"""Words of the format as types: encodings, table schemas, options. Pure records; this module knows no other.
+"""Types of the format: dtypes, encodings, ranges of rows and columns. Pure records; this module imports no other.
 
-The encodings are documents (they stand in manifests), so they are ``msgspec`` structs with a tag.
+Manifests contain the encodings, so they are ``msgspec`` structs with a tag.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NewType
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-
-RowId = NewType("RowId", int)
-VersionId = NewType("VersionId", int)
 
 TableDtype = Literal["float32", "float16", "bfloat16"]
 EncodingName = Literal["raw", "affine", "lattice", "float_bits"]
@@ -21,27 +18,27 @@ AffineBits = Literal[2, 3, 4, 8]
 AffineSearch = Literal["grid", "minmax", "greedy"]
 ParamDtype = Literal["float16", "float32"]
 JsonValue = Any
-"""Anything JSON can hold."""
+"""Any value that JSON has."""
 
 RowIds = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.int16] | npt.NDArray[np.int32]
 
 MAX_CODE = 1 << 21
-"""Largest |code| of the lattice: up to here encoding a decoded value gives the same code (spec, section 5)."""
+"""Largest absolute code of a lattice. Up to it, encoding a decoded value gives the same code (spec, section 5)."""
 
 MAX_CHAIN = 64
-"""Longest chain a record may carry; a writer commits a ``baseline`` when it is reached."""
+"""Most segments of a chain; a writer commits a baseline when it is reached."""
 
 
 class Raw(msgspec.Struct, frozen=True, tag_field="encoding", tag="raw", forbid_unknown_fields=False):
-    """The floats as they are."""
+    """The floats themselves, without a code."""
 
 
 class Affine(msgspec.Struct, frozen=True, tag_field="encoding", tag="affine"):
-    """Check-N-Run's per-row asymmetric n-bit codes with scale and zero_point per row.
+    """Check-N-Run's asymmetric n-bit codes, with a scale and a zero_point for each row.
 
-    ``num_bins`` and ``ratio`` belong to the greedy search and are None for the others.
+    ``num_bins`` and ``ratio`` are options of the greedy search, None for the others.
     """
 
     bits: AffineBits
@@ -68,12 +65,12 @@ Encoding = Raw | Affine | Lattice | FloatBits
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How exact a lattice should be: exactly one of the three is set.
+    """How exact a lattice is to be: one of the three is set.
 
     Attributes
     ----------
     bits
-        "As exact as b-bit Check-N-Run rows on a sample of this table" (2, 3, 4 or 8).
+        As exact as Check-N-Run rows of so many bits, on a sample of the table: 2, 3, 4 or 8.
     max_error
         Largest absolute error of a restored element.
     scale
@@ -86,12 +83,12 @@ class Precision:
 
 
 SlotsRule = Literal["exact", "mean", "drop"]
-"""What becomes of one-dimensional slots when a table is read in other column shards than it was stored in."""
+"""What to do with slots of one value per row, if a table is read in other column shards than the stored ones."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Rectangle:
-    """What one writer holds of a table: half-open ranges of rows and of columns, (start, stop) each."""
+    """A part of a table: half-open ranges of rows and of columns, (start, stop) each."""
 
     rows: tuple[int, int]
     columns: tuple[int, int]

@@ -10,7 +10,7 @@ from cnr_store.encodings.scale import ScaleChoice
 from cnr_store.errors import BadInput
 from cnr_store.format import document_tree
 from cnr_store.format.commit_record import LogEntry
-from cnr_store.format.records import Manifest, TableSchema
+from cnr_store.format.records import TableSchema
 from cnr_store.segment.codes import Array
 from cnr_store.types import JsonValue, Rectangle, RowIds
 from cnr_store.write.commit import Commit
@@ -77,11 +77,6 @@ class Transaction:
         return self._commit.size_bytes
 
     @property
-    def manifest(self) -> Manifest | None:
-        """The segment's manifest, of all ranks, once it was written; on rank 0 alone."""
-        return self._commit.manifest
-
-    @property
     def tables(self) -> Mapping[str, TableSchema]:
         """Every table as it will be after the commit."""
         return self._staged.schemas.tables
@@ -90,10 +85,6 @@ class Transaction:
     def scale_choices(self) -> Mapping[str, ScaleChoice]:
         """How the scales were measured of tables that this transaction stores as a new lattice, over all ranks."""
         return self._staged.schemas.choices
-
-    def settle(self) -> LogEntry | None:
-        """Learn an outcome that was left unknown; see `Writer.settle`."""
-        return self._commit.settle()
 
     @property
     def needs_whole_tables(self) -> list[str]:
