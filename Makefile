@@ -3,7 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
-EXTRAS := test,bench,docs,train,gpu,torchrec,s3,azure,gcs,metrics,ray,redis
+EXTRAS := test,bench,docs,train,gpu,torchrec,frameworks,s3,azure,gcs,metrics,ray,redis
 # Two workers: the tests start servers and training processes of their own, once per file. Therefore a file stays on one
 # worker, and files keep their order: the last folder has short ones, so both workers end together.
 WORKERS ?= 2
@@ -64,9 +64,9 @@ redis:
 	  && { apt-get install -y -qq redis-server || { apt-get update -qq && apt-get install -y -qq redis-server; }; } > /dev/null 2>&1; } \
 	  || echo "warning: redis-server is not installed (Debian: apt-get install redis-server); its tests will be skipped" >&2
 
-# TorchRec warns while it is imported, and a warning is an error here: its tests run it in processes of their own.
+# TorchRec and Lightning warn while they are imported, and a warning is an error here: tests run them in processes of their own.
 test: check azurite redis
-	$(BIN)/python -m pytest -q --doctest-modules --doctest-ignore-import-errors --ignore cnr_store/integrations/torchrec cnr_store
+	$(BIN)/python -m pytest -q --doctest-modules --doctest-ignore-import-errors --ignore cnr_store/integrations/torchrec --ignore cnr_store/integrations/lightning.py cnr_store
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests
 
 # An environment for each. CI=: here torch may be another build than the pinned one; the set-up warns.

@@ -79,6 +79,7 @@ ONLY_IN: dict[str, set[str]] = {
         ("hypothesis pytest", {"testing"}),
         ("ray", {"integrations"}),
         ("redis", {"integrations"}),
+        ("lightning accelerate", {"integrations"}),
         ("typer click rich tqdm cnr_store_tools", set[str]()),
     ]
     for package in packages.split()

@@ -35,6 +35,7 @@ READERS_OWN = {
     "plan": "plan: Any",
     "sharders": "sharders: Any",
     "device": "device: torch.device",
+    "module": "module: Any",
 }
 PREAMBLE = """\
 from collections.abc import Iterable, Iterator
@@ -59,6 +60,9 @@ disallow_incomplete_defs = False
 disallow_untyped_calls = False
 [mypy-duckdb.*,fbgemm_gpu.*,pyarrow.*,redis.*,safetensors.*,torchdata.*,torchrec.*]
 ignore_missing_imports = True
+[mypy-accelerate.*,lightning.*]
+ignore_missing_imports = True
+follow_imports = skip
 """
 
 
