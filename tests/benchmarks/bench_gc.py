@@ -55,7 +55,7 @@ class Runs:
         counts = tuple(found[kind] for kind in REQUESTS)
         peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
         self.rows.append((
-            name, time.perf_counter() - started, *counts, report.outcome, report.named, report.deleted_segments,
+            name, time.perf_counter() - started, *counts, report.outcome, report.marked, report.deleted_segments,
             report.deleted_objects, peak_mib,
         ))  # fmt: skip
         return report

@@ -131,8 +131,8 @@ def test_a_dry_run_of_gc_explains_and_changes_nothing(root: Path) -> None:
     stays = {item["version"]: item["stays"] for item in as_json["versions"] if item["branch"] is None}
     assert stays[4] is True
     assert stays[5] is False
-    named = [item for item in as_json["segments"] if item["state"] == "named"]
-    assert len(named) == as_json["named"] > 0
+    named = [item for item in as_json["segments"] if item["state"] == "marked"]
+    assert len(named) == as_json["marked"] > 0
     assert all(item["size_bytes"] > 0 for item in named)
     assert "branch 'trial' begins here" in plain.out
     assert "no rule keeps it" in plain.out

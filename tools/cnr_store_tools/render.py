@@ -163,10 +163,10 @@ def gc_text(report: GcReport) -> str:
     else:
         segments = count_text(report.deleted_segments, "segment")
         gone = f"deleted {segments}{lists} ({size_text(report.deleted_bytes)})"
-    pending = ("waiting", "failed") if report.is_dry_run else ("waiting", "failed", "named", "due")
+    pending = ("waiting", "failed") if report.is_dry_run else ("waiting", "failed", "marked", "due")
     return (
         f"{report.outcome}: {expire} {count_text(report.expired, 'version')} and {list_} "
-        f"{count_text(report.named, 'segment')} for deletion; {gone}; kept: {_amount(report, 'stays')}, "
+        f"{count_text(report.marked, 'segment')} for deletion; {gone}; kept: {_amount(report, 'stays')}, "
         f"pending delete: {_amount(report, *pending)}"
     )
 

@@ -87,7 +87,8 @@ def merge_piece(
                 found = add_digests(found, added)
     if any(spec.is_additive for spec in array_specs(schema).values()):
         base = _base_digest(manifests, start, piece) if start > 0 else None
-        state = _stated(manifests[-1], piece) if start > 0 else _hex(found)
+        recorded = recorded_digest(manifests[-1].parts_of.get(piece.table, ()), piece.rectangle)
+        state = _hex(recorded if start > 0 else found)
         place = msgspec.structs.replace(place, base_digest=base, state_digest=state)
     return WrittenPart(place, lists)
 
@@ -141,14 +142,8 @@ def _base_digest(manifests: Sequence[Manifest], start: int, piece: MergePiece) -
         return None
     parts = (part for part in manifests[start].parts if part.table == piece.table)
     starts = (msgspec.structs.replace(part, state_digest=part.base_digest) for part in parts)
-    found = recorded_digest(starts, piece.rectangle)
-    return None if found is None else _hex(found)
+    return _hex(recorded_digest(starts, piece.rectangle))
 
 
-def _stated(last: Manifest, piece: MergePiece) -> str | None:
-    found = recorded_digest(last.parts_of.get(piece.table, ()), piece.rectangle)
-    return None if found is None else _hex(found)
-
-
-def _hex(found: int) -> str:
-    return f"{found:016x}"
+def _hex(found: int | None) -> str | None:
+    return None if found is None else f"{found:016x}"

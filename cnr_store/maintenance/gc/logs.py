@@ -191,7 +191,7 @@ class LogScan:
                 if position > version:
                     continue  # A torn position that a later record has superseded.
                 try:
-                    known = self._vouched(position, fetched, digest)
+                    known = self._checked(position, fetched, digest)
                 except CorruptStore:
                     if is_live(head, position):
                         if not self._despite_damage:
@@ -206,7 +206,7 @@ class LogScan:
             progress(len(batch))
         return found[::-1]
 
-    def _vouched(self, position: int, fetched: dict[int, bytes | None], digest: str | None) -> _KnownRecord:
+    def _checked(self, position: int, fetched: dict[int, bytes | None], digest: str | None) -> _KnownRecord:
         """Return the record, checked against the digest that its successor names; None skips the check."""
         known = self._known.get(position) or self._decode(position, fetched[position])
         if digest is not None and known.digest != digest:

@@ -109,8 +109,8 @@ def plan_collection(
     given_up = _given_up(logs, retention, needed)
     pending_delete = {name for names in given_up.values() for name in names}
     listed = {txn_of(name) for name in folders}
-    ripe = {name for name in ages if name in folders and _is_ripe(ages[name], times)}
-    until = dict.fromkeys((txn_of(name) for name in pending_delete | ripe), times.now_ms + times.grace_ms)
+    old = {name for name in ages if name in folders and _is_old_enough(ages[name], times)}
+    until = dict.fromkeys((txn_of(name) for name in pending_delete | old), times.now_ms + times.grace_ms)
     before = _named_until(live)
     carried = {txn: ms for txn, ms in before.items() if txn in listed and txn not in needed_txns}
     steps: list[ExpireStep] = []
@@ -192,7 +192,7 @@ def _given_up(
     return given_up
 
 
-def _is_ripe(age: FolderAge, times: Times) -> bool:
+def _is_old_enough(age: FolderAge, times: Times) -> bool:
     """Return whether an unreferenced folder is old enough to be marked; an unknown age counts as 0."""
     return times.orphan_age_ms == 0 if age.age_ms is None else age.age_ms >= times.orphan_age_ms
 
@@ -281,7 +281,7 @@ def _report(
     if txn in until:
         unnamed = "no version references it: its save never committed, or its branch is closed"
         reason = unnamed if name in ages else "no kept version needs it"
-        return SegmentReport(name, "named", reason, size, until[txn])
+        return SegmentReport(name, "marked", reason, size, until[txn])
     if txn in before:
         if before[txn] <= now_ms:
             return SegmentReport(name, "due", "its grace period is over", size, before[txn])

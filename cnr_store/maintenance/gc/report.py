@@ -15,8 +15,8 @@ Outcome = Literal["clean", "planned", "collected", "stopped", "incomplete"]
 """``clean``: nothing to do. ``planned``: a dry run found something to do. ``collected``: the run did everything due.
 ``stopped``: the deadline passed. ``incomplete``: some deletions failed, or other writers won every retry."""
 
-SegmentState = Literal["stays", "young", "named", "waiting", "due", "deleted", "failed"]
-"""``stays``: a kept version needs it. ``young``: no version references it, but its save may be in progress. ``named``:
+SegmentState = Literal["stays", "young", "marked", "waiting", "due", "deleted", "failed"]
+"""``stays``: a kept version needs it. ``young``: no version references it, but its save may be in progress. ``marked``:
 this run marks it for deletion. ``waiting``: an earlier run marked it, and its grace period is not over or a lease or
 cursor protects it. ``due``: may be deleted now. ``deleted``: this run deleted it. ``failed``: its deletion failed."""
 
@@ -94,12 +94,12 @@ class GcReport(ShownReport):
         return sum(not version.stays for version in self.versions)
 
     @property
-    def named(self) -> int:
+    def marked(self) -> int:
         """Number of segments that this run marks for deletion."""
-        return sum(segment.state == "named" for segment in self.segments)
+        return sum(segment.state == "marked" for segment in self.segments)
 
     @property
     def pending_delete_bytes(self) -> int:
         """Bytes of the segments that are marked and not yet deleted; unknown sizes count as 0."""
-        states = ("named", "waiting", "due", "failed")
+        states = ("marked", "waiting", "due", "failed")
         return sum(segment.size_bytes or 0 for segment in self.segments if segment.state in states)

@@ -136,7 +136,7 @@ def collect_garbage(
     ...         with writer.begin(step, kind="baseline") as txn:
     ...             txn.write_table("user", np.full((4, 2), step, np.float32))
     >>> report = collect_garbage(store, policy=RetentionPolicy(keep_last=1), dry_run=True)
-    >>> report.outcome, report.expired, report.named
+    >>> report.outcome, report.expired, report.marked
     ('planned', 4, 2)
     """
     check_arguments(grace_s, orphan_age_s, batch, force=force)
@@ -436,7 +436,7 @@ class _Collection:
                 )
         for segment in plan.segments:
             before = self._segments.get(segment.name)
-            if before is None or before.state != "named" or segment.state == "stays":
+            if before is None or before.state != "marked" or segment.state == "stays":
                 self._segments[segment.name] = segment
 
     def _report(self, outcome: Outcome, segments: Sequence[SegmentReport], *, is_dry_run: bool) -> GcReport:

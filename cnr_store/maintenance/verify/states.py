@@ -21,7 +21,8 @@ from cnr_store.read.replay import Replay, finish, named_rows
 from cnr_store.runtime.threads import Workers, blocks
 from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, ArraySpec, TableCodes, array_specs, escape_bits
 from cnr_store.segment.reader import SegmentReader
-from cnr_store.types import Rectangle, RowIds
+from cnr_store.segment.shards import whole_of
+from cnr_store.types import RowIds
 
 WINDOW_BYTES = 64 * 1024 * 1024
 """Bytes of codes in memory at once."""
@@ -128,7 +129,8 @@ def _check_run(
                     found[batch.segment] = add_digests(found[batch.segment], state)
         advance(stop - start)
     for index in run:
-        expected = _stated(manifests[index], table)
+        schema = manifests[index].tables[table]
+        expected = recorded_digest(manifests[index].parts_of.get(table, ()), whole_of(schema))
         if expected is not None and expected != found[index]:
             yield WrongState(index, table, f"{expected:016x}", f"{found[index]:016x}")
 
@@ -156,9 +158,3 @@ def _drop_replaced_escapes(codes: TableCodes) -> None:
     status = codes.track_status(ABSENT)
     rows = codes.escapes.rows
     codes.escapes.drop(rows[status[rows - codes.start] != ESCAPED])
-
-
-def _stated(manifest: Manifest, table: str) -> int | None:
-    """Return the state digest of a table from a segment's parts; None if one of them has none."""
-    schema = manifest.tables[table]
-    return recorded_digest(manifest.parts_of.get(table, ()), Rectangle((0, schema.num_rows), (0, schema.dim)))

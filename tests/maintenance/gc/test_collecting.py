@@ -89,7 +89,7 @@ def test_a_dry_run_is_the_default_changes_nothing_and_says_the_same(store: Store
     said = collect_garbage(store, policy=LAST, dry_run=True)
 
     assert contents(store) == before
-    assert (said.is_dry_run, said.outcome, said.named) == (True, "planned", 3)
+    assert (said.is_dry_run, said.outcome, said.marked) == (True, "planned", 3)
     done = collect(store, keep_last=1)
     assert [(one.version, one.stays, one.reason) for one in said.versions][:7] == [
         (one.version, one.stays, one.reason) for one in done.versions
@@ -108,7 +108,7 @@ def test_segments_are_named_first_and_deleted_when_their_time_is_over(store: Sto
     objects = listed(store)
 
     first = collect(store, grace_s=3600.0, clock_ms=lambda: now[0])
-    assert (first.named, first.deleted_segments, listed(store)) == (3, 0, objects)
+    assert (first.marked, first.deleted_segments, listed(store)) == (3, 0, objects)
     now[0] += 3_599_000
     waiting = collect(store, grace_s=3600.0, clock_ms=lambda: now[0])
     assert (waiting.outcome, states(waiting)["waiting"], listed(store)) == ("clean", 3, objects)
@@ -239,7 +239,7 @@ def test_what_lost_its_name_goes_with_the_next_collection_however_young(store: S
     done = collect_garbage(store, policy=LAST, dry_run=False)
 
     assert [version.reason for version in done.versions if version.version == point] == ["no rule keeps it"]
-    assert (done.named, point in live(store)) == (3, False)
+    assert (done.marked, point in live(store)) == (3, False)
     assert not [segment for segment in done.segments if segment.state == "young"]
 
 
@@ -263,7 +263,7 @@ def test_an_orphan_goes_once_it_is_old_by_the_clock_of_the_store(store: Store, f
     assert list(store.head().record.aborted) == ["e" * 32]
     deleted = collect_garbage(store, dry_run=False, clock_ms=lambda: behind + DAY_MS)
 
-    assert (named.named, named.deleted_segments, deleted.deleted_segments) == (1, 0, 1)
+    assert (named.marked, named.deleted_segments, deleted.deleted_segments) == (1, 0, 1)
     assert not [key for key in listed(store) if name in key]
 
 
@@ -272,7 +272,7 @@ def test_an_orphan_that_is_still_written_to_is_young(store: Store, fs: IsolatedM
     age(fs, 30, name)
     store.storage.put(segment_key(name, "r00000-12345678/t/c/0"), b"new")
 
-    assert collect_garbage(store, dry_run=False).named == 0
+    assert collect_garbage(store, dry_run=False).marked == 0
 
 
 def test_on_disk_the_times_of_files_count(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_on_disk_the_times_of_files_count(tmp_path: Path) -> None:
         for file in files:
             os.utime(Path(folder, file), (time.time() - 8 * 86_400,) * 2)
 
-    assert collect_garbage(store, dry_run=False).named == 1
+    assert collect_garbage(store, dry_run=False).marked == 1
 
 
 def test_leftovers_of_interrupted_writes_are_swept(tmp_path: Path) -> None:

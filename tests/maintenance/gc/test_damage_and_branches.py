@@ -200,7 +200,7 @@ def test_a_branch_whose_time_is_over_is_ended_and_its_segments_go_at_once(store:
     done = collect_garbage(store, policy=LAST, dry_run=False, clock_ms=lambda: later)
     collect_garbage(store, policy=LAST, dry_run=False, clock_ms=lambda: later + DAY_MS)
 
-    assert said.named == done.named > 3
+    assert said.marked == done.marked > 3
     assert (store.branches(), live(store)[0]) == ({}, 7)
     assert listed(store) == referenced(store)
     with pytest.raises(BranchNotFound):

@@ -100,7 +100,7 @@ def test_a_save_that_lands_while_a_collection_looks_lacks_no_segment(
     looking = again(FaultyFileSystem(fs, on_call=once(is_look_behind_listing, lambda: train(store, 8, full=True))))
     report = collect_garbage(looking, policy=LAST, dry_run=False)
 
-    assert (report.outcome, report.named) == ("collected", 3)
+    assert (report.outcome, report.marked) == ("collected", 3)
     assert table(store) == [8.0] * ROWS
 
 

@@ -212,7 +212,7 @@ def maintain_(
 
 
 def _collection(report: GcReport) -> Document:
-    return {**to_document(report), "expired": report.expired, "named": report.named}
+    return {**to_document(report), "expired": report.expired, "marked": report.marked}
 
 
 def _maintenance(report: MaintenanceReport) -> Document:

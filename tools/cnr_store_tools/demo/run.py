@@ -27,7 +27,7 @@ KILL_AFTER_COMMITS = 4
 TRAINING_S = 3600.0
 """Maximum seconds for one training."""
 
-Tell = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +102,12 @@ class DemoReport:
     seconds: float
 
 
-def run_demo(options: DemoOptions, tell: Tell = lambda _: None) -> DemoReport:
+def run_demo(options: DemoOptions, print_line: PrintLine = lambda _: None) -> DemoReport:
     """Run the demonstration and return its result; blocks for about a minute.
 
     Parameters
     ----------
-    tell
+    print_line
         Called with one line of text before each long step.
 
     Raises
@@ -128,16 +128,16 @@ def run_demo(options: DemoOptions, tell: Tell = lambda _: None) -> DemoReport:
         )
         stack.callback(reference.stop)
         stack.callback(training.stop)
-        tell("training without interruption, for comparison")
+        print_line("training without interruption, for comparison")
         reference.start()
         loaded = reference.wait_for("ready", TRAINING_S)
-        tell(f"training and saving to {options.store}, waiting to kill it during a save")
+        print_line(f"training and saving to {options.store}, waiting to kill it during a save")
         training.start()
         kill = kill_during_save(store, training, after_commits=KILL_AFTER_COMMITS)
         if kill is None:
             training.wait_for("finished", TRAINING_S)  # raises its error
             raise CnrStoreError("the training ended before it could be killed during a save; try more --steps")
-        tell(f"killed during a save ({kill.objects} objects, no commit record); restoring")
+        print_line(f"killed during a save ({kill.objects} objects, no commit record); restoring")
         training.start()
         resumed = training.wait_for("finished", TRAINING_S)
         uninterrupted = reference.wait_for("finished", TRAINING_S)

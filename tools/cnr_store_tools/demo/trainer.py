@@ -47,7 +47,7 @@ def play(task: Mapping[str, Any], channel: Channel) -> None:
     )  # fmt: skip
     optimizers = make_optimizers(model)
     batches = TimeOrderedBatches(past, BATCH_SIZE, max_batches=steps)
-    channel.tell("ready", num_samples=len(past) + len(future), table_rows=sum(past.table_rows), dim=model.config.dim)
+    channel.report("ready", num_samples=len(past) + len(future), table_rows=sum(past.table_rows), dim=model.config.dim)
     if task["store"] is None:
         for batch in batches:
             train_step(model, optimizers, batch)
@@ -56,7 +56,7 @@ def play(task: Mapping[str, Any], channel: Channel) -> None:
     weights: dict[str, Any] = {name: weight.detach().numpy() for name, weight in model.named_parameters()}
     np.savez(task["weights"], **weights)
     quality = evaluate(model, future)
-    channel.tell("finished", steps=len(batches), auc=quality.auc, logloss=quality.logloss)
+    channel.report("finished", steps=len(batches), auc=quality.auc, logloss=quality.logloss)
 
 
 def _train_saved(
@@ -78,21 +78,21 @@ def _train_saved(
     restored = manager.restore()
     if restored is not None:
         seconds = time.perf_counter() - started
-        channel.tell("restored", step=restored.step, version=restored.version, seconds=seconds)
-    told = 0
+        channel.report("restored", step=restored.step, version=restored.version, seconds=seconds)
+    reported = 0
     for batch in batches:
         train_step(model, optimizers, batch)
         manager.step()
-        told = tell_saves(manager, channel, told)
+        reported = report_saves(manager, channel, reported)
     last = manager.wait_until_finished()
     if last is None or last.step < manager.current_step:
         manager.save()
     manager.close()
-    tell_saves(manager, channel, told)
+    report_saves(manager, channel, reported)
 
 
-def tell_saves(manager: CheckpointManager, channel: Channel, told: int) -> int:
-    """Report the saves after the first ``told``; return their number now."""
-    for report in manager.history[told:]:
-        channel.tell("saved", **msgspec.to_builtins(report))
+def report_saves(manager: CheckpointManager, channel: Channel, reported: int) -> int:
+    """Report the saves after the first ``reported``; return their number now."""
+    for report in manager.history[reported:]:
+        channel.report("saved", **msgspec.to_builtins(report))
     return len(manager.history)

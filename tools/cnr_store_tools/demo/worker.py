@@ -30,7 +30,7 @@ class Channel:
         self._order: dict[str, Any] | None = None
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def tell(self, event: str, **facts: Any) -> None:
+    def report(self, event: str, **facts: Any) -> None:
         """Write one event."""
         line = json.dumps({"event": event, **facts}) + "\n"
         with self._lock:
@@ -61,14 +61,14 @@ def main() -> int:
 
     def end(failed: threading.ExceptHookArgs) -> None:
         """End the process when one of its threads fails."""
-        channel.tell("failed", kind=failed.exc_type.__name__, message=str(failed.exc_value))
+        channel.report("failed", kind=failed.exc_type.__name__, message=str(failed.exc_value))
         os._exit(1)
 
     threading.excepthook = end
     try:
         importlib.import_module(task["module"]).play(task, channel)
     except CnrStoreError as error:
-        channel.tell("failed", kind=error.kind, message=str(error))
+        channel.report("failed", kind=error.kind, message=str(error))
         return 1
     return 0
 

@@ -47,11 +47,11 @@ class LookupThread:
             batch = self._find(ids)
             if batch.version != self._version:
                 event = "seen" if batch.version > self._version else "went_back"
-                self._channel.tell(event, version=batch.version, at_ms=time.time() * 1000)
+                self._channel.report(event, version=batch.version, at_ms=time.time() * 1000)
                 self._version = batch.version
             torn = describe_tear(batch, ids, self._rows)
             if torn is not None:
-                self._channel.tell("torn", version=batch.version, found=torn)
+                self._channel.report("torn", version=batch.version, found=torn)
             self.last = batch, ids
             self.lookups += 1
 
@@ -95,10 +95,10 @@ def play(task: Mapping[str, Any], channel: Channel) -> None:
         threads.append(threading.Thread(target=_follow, args=(loader, channel, ends, interval_s), daemon=True))
         for thread in threads:
             thread.start()
-        channel.tell("ready", version=loader.version)
+        channel.report("ready", version=loader.version)
         compared_s = time.monotonic()
         while (last := channel.order(TICK_S)) is None:
-            _tell_tick(loader, attached, workers, channel)
+            _report_tick(loader, attached, workers, channel)
             if time.monotonic() - compared_s > COMPARE_EVERY_S:
                 _compare_last(store, workers[0], channel)
                 compared_s = time.monotonic()
@@ -108,26 +108,26 @@ def play(task: Mapping[str, Any], channel: Channel) -> None:
         ends.set()
         for thread in threads:
             thread.join()
-        _tell_tick(loader, attached, workers, channel)
+        _report_tick(loader, attached, workers, channel)
         _compare_all(store, loader, channel)
 
 
-def _tell_tick(
+def _report_tick(
     loader: Loader, attached: AttachedTables | None, workers: Sequence[LookupThread], channel: Channel
 ) -> None:
     """Report the served version, and the counts of this life."""
     retries = loader.metrics().retries + (0 if attached is None else attached.retries)
     lookups = sum(worker.lookups for worker in workers)
-    channel.tell("tick", lookups=lookups, retries=retries, version=loader.version, at_ms=time.time() * 1000)
+    channel.report("tick", lookups=lookups, retries=retries, version=loader.version, at_ms=time.time() * 1000)
 
 
 def _follow(loader: Loader, channel: Channel, ends: threading.Event, interval_s: float) -> None:
     while True:
         poll = loader.poll()
         if poll.is_updated:
-            channel.tell("applied", version=poll.version, seconds=poll.apply_s, at_ms=time.time() * 1000)
+            channel.report("applied", version=poll.version, seconds=poll.apply_s, at_ms=time.time() * 1000)
         if poll.error is not None:
-            channel.tell("poll_failed", message=str(poll.error))
+            channel.report("poll_failed", message=str(poll.error))
         if ends.wait(interval_s):
             return
 
@@ -145,7 +145,7 @@ def _compare_last(store: Store, worker: LookupThread, channel: Channel) -> None:
         )
     except (NotFound, MissingObject):
         return  # The version has expired meanwhile, so it cannot be compared.
-    channel.tell("compared", rows=sum(len(one) for one in ids.values()), different=different)
+    channel.report("compared", rows=sum(len(one) for one in ids.values()), different=different)
 
 
 def _compare_all(store: Store, loader: Loader, channel: Channel) -> None:
@@ -158,4 +158,4 @@ def _compare_all(store: Store, loader: Loader, channel: Channel) -> None:
             served = loader.lookup(name, np.arange(start, stop))
             different += different_rows(np.asarray(served), snapshot.table(name).read(start, stop))
         rows += schema.num_rows
-    channel.tell("finished", version=loader.version, rows=rows, different=different)
+    channel.report("finished", version=loader.version, rows=rows, different=different)

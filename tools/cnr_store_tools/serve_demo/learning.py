@@ -44,7 +44,7 @@ def play(task: Mapping[str, Any], channel: Channel) -> None:
     with Store.open(task["store"]) as store:
         tables = FollowingTables(store, model, Path(task["folder"], "online-training.npz"), channel)
         tables.start()
-        channel.tell("ready")
+        channel.report("ready")
         while (last := channel.order(PAUSE_S)) is None:
             with tables.lock:
                 train_dense(model, dense, next(batches))
@@ -104,7 +104,7 @@ class FollowingTables:
         snapshot = self._store.snapshot(self.version)
         different = sum(different_rows(held, snapshot.table(name).read()) for name, held in self._weights.items())
         rows = sum(len(held) for held in self._weights.values())
-        self._channel.tell("finished", version=self.version, rows=rows, different=different)
+        self._channel.report("finished", version=self.version, rows=rows, different=different)
 
     def _begin_from_snapshot(self) -> None:
         snapshot = self._store.snapshot()
@@ -114,7 +114,7 @@ class FollowingTables:
         self._begin(snapshot.version, "snapshot")
 
     def _begin(self, version: int, how: str) -> None:
-        self._channel.tell("opened", how=how, version=version)
+        self._channel.report("opened", how=how, version=version)
         self._stream = changes(self._store, version, follow=True)
         self._keep(version)
 
@@ -136,7 +136,7 @@ class FollowingTables:
                     held = self._weights[batch.schema.metadata[b"cnr.table"].decode()]
                     held[batch.column("row_id").to_numpy()] = values.reshape(-1, held.shape[1])
                     rows += batch.num_rows
-            self._channel.tell("moved", version=version.version, rows=rows)
+            self._channel.report("moved", version=version.version, rows=rows)
             if time.monotonic() - self._kept_at_s > KEEP_EVERY_S:
                 self._keep(version.version)
 

@@ -22,11 +22,11 @@ def play(task: Mapping[str, Any], channel: Channel) -> None:
     with Store.open(task["store"]) as store:
         # A killed compaction leaves a lease; force ignores it, because no other process compacts.
         compact(store, policy=POLICY, force=True)
-        channel.tell("ready")
+        channel.report("ready")
         while channel.order(PAUSE_S) is None:
             report = maintain(
                 store, compaction=POLICY, retention=KEEP, grace_s=GRACE_S, orphan_age_s=ORPHAN_AGE_S, force=True
             )
             error = None if report.error is None else str(report.error)
-            channel.tell("maintained", deleted_bytes=report.deleted_bytes, error=error)
-    channel.tell("finished")
+            channel.report("maintained", deleted_bytes=report.deleted_bytes, error=error)
+    channel.report("finished")

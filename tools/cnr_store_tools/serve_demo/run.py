@@ -47,7 +47,7 @@ MODULES = {
     ONLINE: "learning",
 }  # fmt: skip
 
-Tell = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 def plan_kills(*, kills: int, seconds: float, seed: int) -> list[tuple[float, str]]:
@@ -65,12 +65,12 @@ def plan_kills(*, kills: int, seconds: float, seed: int) -> list[tuple[float, st
     return list(zip(times, order[:kills], strict=True))
 
 
-def run_serve_demo(options: ServeOptions, tell: Tell = lambda _: None) -> ServeReport:
+def run_serve_demo(options: ServeOptions, print_line: PrintLine = lambda _: None) -> ServeReport:
     """Run the demonstration and return its result; blocks for ``seconds`` plus start and end.
 
     Parameters
     ----------
-    tell
+    print_line
         Called with a line of text at each kill, and every few seconds with the state of the run.
 
     Raises
@@ -91,14 +91,14 @@ def run_serve_demo(options: ServeOptions, tell: Tell = lambda _: None) -> ServeR
         make_store(options.store, force=options.force) as store,
         tempfile.TemporaryDirectory(prefix="cnr-serve-demo-") as folder,
     ):
-        return _ServeDemo(options, store, tell, folder).run()
+        return _ServeDemo(options, store, print_line, folder).run()
 
 
 class _ServeDemo:
     """One run: its processes, and the log as it was last read."""
 
-    def __init__(self, options: ServeOptions, store: Store, tell: Tell, folder: str) -> None:
-        self._options, self._store, self._tell = options, store, tell
+    def __init__(self, options: ServeOptions, store: Store, print_line: PrintLine, folder: str) -> None:
+        self._options, self._store, self._print_line = options, store, print_line
         self._processes = {name: WorkerProcess(name, _task(options, name, folder)) for name in NAMES}
         self._entry = store.head()
         self._log: list[LoggedVersion] = []
@@ -120,7 +120,7 @@ class _ServeDemo:
 
     def _start_all(self) -> None:
         """Start all processes, the trainer first, because the others need a version."""
-        self._tell("starting")
+        self._print_line("starting")
         for group in ((TRAINER,), tuple(name for name in NAMES if name != TRAINER)):
             for name in group:
                 self._processes[name].start()
@@ -137,13 +137,13 @@ class _ServeDemo:
             while kills and kills[0][0] <= elapsed_s:
                 process = self._processes[kills.pop(0)[1]]
                 if process.kill():
-                    self._tell(f"{elapsed_s:.1f} s: {process.name} killed, started again")
+                    self._print_line(f"{elapsed_s:.1f} s: {process.name} killed, started again")
                     process.start()
             self._restart_ended()
             if elapsed_s >= tell_at_s:
                 self._read_log()
                 report = make_report(options, self._log, self._processes)
-                self._tell(
+                self._print_line(
                     f"{elapsed_s:.0f} of {options.seconds:.0f} s: {report.versions} versions, {report.compactions} "
                     f"compactions, {report.lookups:,} lookups, {report.torn} torn"
                 )
@@ -153,14 +153,14 @@ class _ServeDemo:
     def _restart_ended(self) -> None:
         for process in self._processes.values():
             if process.has_ended():
-                self._tell(f"{process.name} ended by itself: {process.crashes[-1:]}")
+                self._print_line(f"{process.name} ended by itself: {process.crashes[-1:]}")
                 if len(process.crashes) > MAX_CRASHES:
                     raise CnrStoreError(f"{process.name} ended by itself too often: {process.crashes[-1]}")
                 process.start()
 
     def _finish(self) -> int:
         """End the trainer (after a last save) and maintenance; then every consumer loads that version and compares."""
-        self._tell("finishing")
+        self._print_line("finishing")
         for name in (TRAINER, MAINTENANCE):
             self._end(name)
         last_version = self._store.latest_version()
@@ -177,7 +177,7 @@ class _ServeDemo:
             process.send(do="finish", **order)
             process.wait_for("finished", FINISH_S)
         except CnrStoreError as error:
-            self._tell(str(error))
+            self._print_line(str(error))
         process.stop(grace_s=FINISH_S if process.state == "finished" else 0.0)
 
     def _read_log(self) -> None:

@@ -14,7 +14,7 @@ from cnr_store_tools.demo.batches import ClickBatch, TimeOrderedBatches
 from cnr_store_tools.demo.model import ModelConfig, SmallDLRM
 from cnr_store_tools.demo.traffic import TrafficConfig, generate_clicks
 from cnr_store_tools.demo.train import make_optimizers, train_step
-from cnr_store_tools.demo.trainer import tell_saves
+from cnr_store_tools.demo.trainer import report_saves
 from cnr_store_tools.demo.worker import Channel
 from cnr_store_tools.serve_demo.witness import DIM, NUM_WITNESSES, SHARES, make_tables, witness_row
 
@@ -67,20 +67,20 @@ def play(task: Mapping[str, Any], channel: Channel) -> None:
         write_witnesses(model, manager, tables, 0)
         manager.save()
     else:
-        channel.tell("restored", version=restored.version, step=restored.step)
-    channel.tell("ready")
-    told = 0
+        channel.report("restored", version=restored.version, step=restored.step)
+    channel.report("ready")
+    reported = 0
     for batch in repeated(batches):
-        told = tell_saves(manager, channel, told)
+        reported = report_saves(manager, channel, reported)
         if channel.order(PAUSE_S) is not None:
             break
         train_step(model, optimizers, batch)
         write_witnesses(model, manager, tables, manager.current_step + 1)
         manager.step()
     manager.save()
-    tell_saves(manager, channel, told)
+    report_saves(manager, channel, reported)
     manager.close()
-    channel.tell("finished")
+    channel.report("finished")
 
 
 def write_witnesses(model: SmallDLRM, manager: CheckpointManager, tables: Mapping[str, int], step: int) -> None:
