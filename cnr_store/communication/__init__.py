@@ -6,10 +6,13 @@ own, and restores it on the same or another number of ranks. Open `state` first.
 
 from __future__ import annotations
 
+from cnr_store.communication.assignment import assign_users
 from cnr_store.communication.meter import Meter, Traffic
 from cnr_store.communication.one_bit_adam import OneBitAdam
 from cnr_store.communication.one_bit_lamb import OneBitLamb
 from cnr_store.communication.partial_sums import PartialFirstLayer, PartialSums, SplitTable
+from cnr_store.communication.powersgd import PowerSGD
+from cnr_store.communication.quantizing import QuantizedGradients
 from cnr_store.communication.state import CommunicationState, RankState, StateTensor, chunk, reshard
 from cnr_store.communication.thresholding import ThresholdedGradients, ThresholdReport
 from cnr_store.communication.top_k import TopKActivations
@@ -21,6 +24,8 @@ __all__ = [
     "OneBitLamb",
     "PartialFirstLayer",
     "PartialSums",
+    "PowerSGD",
+    "QuantizedGradients",
     "RankState",
     "SplitTable",
     "StateTensor",
@@ -28,6 +33,7 @@ __all__ = [
     "ThresholdedGradients",
     "TopKActivations",
     "Traffic",
+    "assign_users",
     "chunk",
     "reshard",
 ]

@@ -42,9 +42,9 @@ def mean_of_sparse(values: torch.Tensor, group: dist.ProcessGroup) -> Result:
     """
     values, world = values.coalesce(), group.size()
     indices, entries = values.indices().T, values.values()
-    counts = torch.empty(world, dtype=torch.int64, device=values.device)
-    dist.all_gather_into_tensor(counts, torch.tensor([len(entries)], device=values.device), group=group)
-    sizes = counts.tolist()
+    counts = torch.empty(world, 1, dtype=torch.int64, device=values.device)
+    dist.all_gather(list(counts), torch.tensor([len(entries)], device=values.device), group=group)
+    sizes = counts.view(-1).tolist()
     padding = max(sizes) - len(entries)
     padded = [torch.cat([one, one.new_zeros((padding, *one.shape[1:]))]) for one in (indices, entries)]
 
@@ -52,7 +52,7 @@ def mean_of_sparse(values: torch.Tensor, group: dist.ProcessGroup) -> Result:
         rows, found = zip(*messages, strict=True)
         at = torch.cat([one[:size] for one, size in zip(rows, sizes, strict=True)]).T
         every = torch.cat([one[:size] for one, size in zip(found, sizes, strict=True)])
-        return torch.sparse_coo_tensor(at, every / world, values.shape)
+        return torch.sparse_coo_tensor(at, every / world, values.shape, check_invariants=False)
 
     return gathered(padded, group, sparse)
 
@@ -66,14 +66,14 @@ def gathered(
     """
     pieces = [_as_bytes(one) for one in share]
     message, world = torch.cat(pieces), group.size()
-    received = torch.empty(world * len(message), dtype=torch.uint8, device=message.device)
-    work = dist.all_gather_into_tensor(received, message, group=group, async_op=True)
+    received = torch.empty(world, len(message), dtype=torch.uint8, device=message.device)
+    work = dist.all_gather(list(received), message, group=group, async_op=True)
     assert work is not None
     lengths = [len(piece) for piece in pieces]
 
     def merge(_: torch.futures.Future[object]) -> torch.Tensor:
         messages = []
-        for row in received.view(world, -1):
+        for row in received:
             parts = zip(row.split(lengths), share, strict=True)
             messages.append([part[: one.nbytes].view(one.dtype).view(one.shape) for part, one in parts])
         return then(messages)

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from cnr_store.communication.state import RankState
+
 _BACKEND = "cnr_metered"
 """The name under which torch knows groups of `Meter.group`."""
 
@@ -48,11 +50,14 @@ class Meter:
 
     Attributes
     ----------
+    name
+        Of its counts in checkpoints: as an item of ``CheckpointManager(communication=)`` it goes on counting.
     by_collective
         The traffic since the start or the last `reset`, by name of the collective.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, name: str = "meter") -> None:
+        self.name = name
         self.by_collective: dict[str, Traffic] = {}
 
     def group(self, over: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
@@ -86,6 +91,20 @@ class Meter:
     def reset(self) -> None:
         """Count from zero."""
         self.by_collective.clear()
+
+    def metrics(self) -> dict[str, float]:
+        """Return what a manager records with each save: bytes pushed and received since the start."""
+        total = self.total
+        return {"pushed_bytes": total.pushed_bytes, "received_bytes": total.received_bytes}
+
+    def rank_state(self) -> RankState:
+        """See `CommunicationState`."""
+        counts = {name: [one.calls, one.pushed_bytes, one.received_bytes] for name, one in self.by_collective.items()}
+        return RankState({}, {"counts": counts})
+
+    def load_rank_state(self, state: RankState) -> None:
+        """See `CommunicationState`."""
+        self.by_collective = {name: Traffic(*counts) for name, counts in state.scalars["counts"].items()}
 
     def _count(self, name: str, pushed: int, received: int) -> None:
         traffic = self.by_collective.setdefault(name, Traffic())

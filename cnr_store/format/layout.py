@@ -168,6 +168,16 @@ def percent_encoded(name: str) -> str:
     return "".join(chr(b) if chr(b) in _SAFE else f"%{b:02X}" for b in name.encode())
 
 
+def rank_tensor(rank: int, name: str) -> str:
+    """Return the name of a dense tensor that one rank of a training writes for itself (spec, CNR-RNK-5)."""
+    return f"rank/{rank}/{name}"
+
+
+def is_rank_tensor(name: str) -> bool:
+    """Return whether a dense tensor belongs to one rank, and to one version alone."""
+    return name.startswith("rank/")
+
+
 def check_name(name: str) -> None:
     """Raise `BadName` unless ``name`` can name a table, tensor, slot, tag, channel or branch."""
     try:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
+from cnr_store.communication.state import CommunicationState
 from cnr_store.errors import BadInput, CnrStoreError, SaveInProgress
 from cnr_store.format.notes import checked_notes
 from cnr_store.runtime.arguments import checked_count
@@ -61,8 +62,8 @@ class CheckpointManager:
         The source of batches, if it has a state: `step` calls its ``state_dict()``.
     extras
         Other objects with a state, by name: learning rate schedulers, a GradScaler.
-    tables
-        Names of parameters that are tables too. Every ``nn.Embedding`` and ``nn.EmbeddingBag`` is one already.
+    communication
+        Hooks, optimizers and meters of `cnr_store.communication`, always in the same order. Each rank's state is saved.
     options
         How tables are stored: for all, or by table name.
     every_steps
@@ -100,7 +101,7 @@ class CheckpointManager:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
         reader: Stateful | None = None,
         extras: Mapping[str, Stateful] | None = None,
-        tables: Iterable[str] = (),
+        communication: Sequence[CommunicationState] = (),
         options: TableOptions | Mapping[str, TableOptions] | None = None,
         every_steps: int | None = None,
         save_policy: SavePolicy = SavePolicy(),  # noqa: B008 (frozen)
@@ -124,7 +125,7 @@ class CheckpointManager:
             )
         self._policy, self._is_closed = save_policy, False
         self._training = training = watch_training(
-            model, optimizer, reader, extras or {}, tables, options, ranks,
+            model, optimizer, reader, extras or {}, communication, options, ranks,
             tracking=tracking, precision=precision, store_options=store_options,
         )  # fmt: skip
         warmup()  # compiled code is loaded now, rather than in the stall of the first save
@@ -144,6 +145,7 @@ class CheckpointManager:
             training, chain, position, schedule,
             SaveStager(
                 training, chain, position, codes_on_device=tracking.quantize_on_device, saves_rng=save_policy.rng,
+                residual_bits=precision.residual_bits,
             ),
             TrainingWriter(self._store, store_options, ranks, training.holdings.placement), save_policy, self._reports,
         )  # fmt: skip

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from cnr_store.communication.state import CommunicationState
 from cnr_store.errors import BadInput
 from cnr_store.runtime.ranks import Ranks, together
+from cnr_store.training.communication_state import checked_communication
 from cnr_store.training.options import (
     PrecisionPolicy,
     StoreOptions,
@@ -55,6 +57,8 @@ class LiveTraining:
 
     Attributes
     ----------
+    communication
+        Hooks and optimizers that compress what ranks send, and meters.
     declared
         Names of parameters that are tables besides the embeddings, dense layers that are stored as tables among them.
     options
@@ -67,6 +71,7 @@ class LiveTraining:
     optimizers: Sequence[torch.optim.Optimizer]
     reader: Stateful | None
     extras: Mapping[str, Stateful]
+    communication: tuple[CommunicationState, ...]
     declared: tuple[str, ...]
     options: dict[str, TableOptions]
     holdings: Holdings
@@ -101,7 +106,7 @@ def watch_training(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     reader: Stateful | None,
     extras: Mapping[str, Stateful],
-    tables: Iterable[str],
+    communication: Sequence[CommunicationState],
     options: TableOptions | Mapping[str, TableOptions] | None,
     ranks: Ranks,
     *,
@@ -118,7 +123,8 @@ def watch_training(
     """
     model = unwrapped(model)
     optimizers = plain_optimizers([optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer))
-    declared = tuple(tables)
+    objects = checked_communication(communication)
+    declared = tuple(tracking.tables)
     layers: list[str] = []
     plain: dict[str, nn.Parameter] = {}
     shards: list[LocalShard] = []
@@ -174,8 +180,8 @@ def watch_training(
             tracker.detach()
         raise
     return LiveTraining(
-        model, optimizers, reader, dict(extras), (*declared, *layers), by_table, holdings, trackers[0], lookups,
-        ranks, control,
+        model, optimizers, reader, dict(extras), objects, (*declared, *layers), by_table, holdings, trackers[0],
+        lookups, ranks, control,
     )  # fmt: skip
 
 

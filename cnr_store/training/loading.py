@@ -15,6 +15,7 @@ from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.arguments import checked_choice
 from cnr_store.runtime.ranks import Ranks, rank_zero, together
 from cnr_store.store import Store
+from cnr_store.training.communication_state import without_communication
 from cnr_store.training.document import PROGRESS, TRAINER, TrainerDocument, rng_name, trainer_of
 from cnr_store.training.matching import Resize, RestorePlan, plan_restore, without_optimizers
 from cnr_store.training.ranks import ranks_of_this_training
@@ -128,7 +129,7 @@ def plan_loading(
             snapshot.read_document(TRAINER, tensor_of),
             snapshot.read_document(PROGRESS, tensor_of) if PROGRESS in snapshot.documents else None,
         )
-    schemas, dense = snapshot.tables, snapshot.dense
+    schemas, dense = snapshot.tables, without_communication(snapshot.dense)
     if weights_only:
         (schemas, dense), trainer = without_optimizers(schemas, dense), None
     plan = plan_restore(

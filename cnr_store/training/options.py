@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -95,6 +95,8 @@ class TrackingOptions:
 
     Attributes
     ----------
+    tables
+        Names of parameters that are tables besides every ``nn.Embedding`` and ``nn.EmbeddingBag``.
     assume
         What optimizers of your own do, by class name: ``touched``, ``ever_touched`` or ``all`` rows move in a step.
     in_flight
@@ -112,6 +114,7 @@ class TrackingOptions:
     BadInput
     """
 
+    tables: Sequence[str] = ()
     assume: Mapping[str, Moves] = field(default_factory=dict)
     in_flight: InFlight = "refuse"
     allow_dense: bool = False
@@ -150,6 +153,9 @@ class PrecisionPolicy:
         float16 or bfloat16 that no embedding has and that takes at least so many bytes. All its rows are in every save,
         as differences to the one before, and so is the optimizer's state. None stores dense tensors exactly, whole
         whenever they changed.
+    residual_bits
+        Store what each rank holds back of compressed communication in so many bits per value, 2 to 16, by the
+        largest value of each tensor. None stores it exactly, so that the same ranks go on bit for bit.
 
     Raises
     ------
@@ -161,10 +167,13 @@ class PrecisionPolicy:
     validate: Callable[[], float] | None = None
     dense: TableOptions | None = None
     dense_above_bytes: int = 1 << 20
+    residual_bits: int | None = None
 
     def __post_init__(self) -> None:
         checked_choice("schedule", self.schedule, get_args(Schedule))
         checked_count("dense_above_bytes", self.dense_above_bytes)
+        if self.residual_bits is not None:
+            checked_choice("residual_bits", self.residual_bits, tuple(range(2, 17)))
         if not isinstance(self.dense, TableOptions | None):
             raise BadInput(f"dense= takes TableOptions or None; found {self.dense!r}", found=self.dense)
 

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
+from cnr_store.communication.state import RankState
 from cnr_store.errors import BadInput, CorruptStore, RankLost
 from cnr_store.runtime.arguments import checked_choice
 from cnr_store.runtime.ranks import rank_zero, together
 from cnr_store.store import Store
 from cnr_store.training.chain_state import ChainState, sizes_since_baseline
+from cnr_store.training.communication_state import check_saved, stored_communication
 from cnr_store.training.document import RateDocument
 from cnr_store.training.fallback import go_back
 from cnr_store.training.live_training import LiveTraining
@@ -91,6 +93,7 @@ class _ReadState:
     sizes: list[CheckpointSize]
     changed: Mapping[str, RowIds]
     targets: Targets
+    communication: Mapping[str, RankState]
 
 
 @dataclass(slots=True, eq=False)
@@ -151,6 +154,7 @@ class Restorer:
         check_resizable(planned.plan, training.holdings)
         if request.strict:
             check_extras(planned.trainer, training.extras)
+            check_saved(planned.snapshot, training.communication)
         return planned
 
     def _put_in_place(self, writer: Writer, planned: Planned, request: RestoreRequest) -> RestoredState:
@@ -182,6 +186,7 @@ class Restorer:
         snapshot, plan, ranks = planned.snapshot, planned.plan, self.training.ranks
         reader_state = stored_reader_state(snapshot, ranks, request.redistribute, strict=request.strict)
         dense = read_dense(snapshot, plan)
+        communication = stored_communication(snapshot, self.training.communication, ranks)
         rng = stored_rng(planned, ranks.rank)
         if self.policy.policy in ("one_shot", "intermittent"):
             sizes = sizes_since_baseline(self.policy.policy, self.store.log(snapshot.version))
@@ -191,15 +196,19 @@ class Restorer:
             }
         else:
             sizes, changed = sizes_since_baseline(self.policy.policy, [snapshot.record]), {}
-        return _ReadState(dense, reader_state, rng, sizes, changed, restore_targets(plan, self.training.optimizers))
+        targets = restore_targets(plan, self.training.optimizers)
+        return _ReadState(dense, reader_state, rng, sizes, changed, targets, communication)
 
     def _apply_state(self, planned: Planned, read: _ReadState) -> None:
-        """Give dense tensors, optimizers, extras and the reader what was read."""
+        """Give dense tensors, optimizers, extras, communication and the reader what was read."""
         training, trainer = self.training, planned.trainer
         apply_dense(planned.plan, read.dense, planned.snapshot.dense, planned.state, training.optimizers)
         for name, extra in training.extras.items():
             if trainer is not None and name in trainer.extras:
                 extra.load_state_dict(trainer.extras[name])
+        for one in training.communication:
+            if one.name in read.communication:
+                one.load_rank_state(read.communication[one.name])
         if training.reader is not None and read.reader_state is not None:
             resume(training.reader, read.reader_state)
 

@@ -15,11 +15,13 @@ import numpy as np
 import torch
 
 from cnr_store.errors import BackgroundSaveFailed
+from cnr_store.format.layout import is_rank_tensor
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.ranks import together
 from cnr_store.segment.codes import array_specs
 from cnr_store.training.background import WEIGHT, LiveRead, SaveJob, TouchedRows, WholeShard, failure_message
 from cnr_store.training.chain_state import ChainState
+from cnr_store.training.communication_state import capture_communication
 from cnr_store.training.document import TRAINER, rng_documents, trainer_documents
 from cnr_store.training.live_training import LiveTraining
 from cnr_store.training.reader import reader_name
@@ -45,6 +47,8 @@ class SaveStager:
     ----------
     codes_on_device
         Rows of lattices become codes before they leave their device.
+    residual_bits
+        As of `PrecisionPolicy`.
     """
 
     training: LiveTraining
@@ -52,6 +56,7 @@ class SaveStager:
     position: TrainingPosition
     codes_on_device: bool
     saves_rng: bool
+    residual_bits: int | None = None
     buffers: StagingBuffers = field(default_factory=StagingBuffers)
 
     def begin_reading(self, transaction: Transaction, writer: Writer, plan: SavePlan) -> LiveRead | None:
@@ -159,16 +164,17 @@ class SaveStager:
         return rows, requests
 
     def _put_state(self, transaction: Transaction, writer: Writer, plan: SavePlan) -> dict[str, Any]:
-        """Hand over what is no row of a table: rank 0 says it for all, but for generators and readers.
+        """Hand over what is no row of a table: rank 0 for all, but for generators, readers and communication.
 
         Returns the documents, by name, that no training step changes.
         """
         training, rank = self.training, self.training.ranks.rank
         reader = self.position.document()  # before the generators: a loader may draw for its first state
-        documents: dict[str, Any] = {}
+        communication = capture_communication(training.communication, rank, self.residual_bits)
+        documents: dict[str, Any] = dict(communication.documents)
         if rank == 0:
             known = writer.snapshot.dense if writer.is_synced else ()
-            put_dense_state(transaction, known, plan.state, plan.other)
+            put_dense_state(transaction, known, plan.state, plan.other, communication.shared)
             transaction.put_scalars({"step": self.position.step})
             documents |= trainer_documents(
                 plan.state, training.optimizers, plan.other, plan.tables, training.extras, self.chain.rate.document()
@@ -178,6 +184,7 @@ class SaveStager:
         if reader is not None:
             documents[reader_name(rank)] = reader
         fixed = {TRAINER: documents.pop(TRAINER)} if TRAINER in documents else {}
+        transaction.put_dense(*communication.own)
         for name, document in documents.items():
             transaction.put_document(name, document, leaf_of)
         return fixed
@@ -215,15 +222,25 @@ def taken_words(name: str, num_rows: int, words: Words) -> Taken:
     return Taken(name, num_rows, rows_of(words), words)
 
 
-def put_dense_state(transaction: Transaction, known: Iterable[str], plan: StatePlan, other: OtherState) -> None:
-    """Hand copies of every tensor that is saved whole to a transaction, and end those of ``known`` that are gone."""
-    tensors = {name: host_copy(tensor) for name, tensor in (plan.dense | other.dense).items()}
+def put_dense_state(
+    transaction: Transaction,
+    known: Iterable[str],
+    plan: StatePlan,
+    other: OtherState,
+    shared: dict[str, torch.Tensor],
+) -> None:
+    """Hand copies of every tensor that is saved whole to a transaction, and end those of ``known`` that are gone.
+
+    ``shared``: what all ranks have alike of compressed communication.
+    """
+    tensors = {name: host_copy(tensor) for name, tensor in (plan.dense | other.dense | shared).items()}
     transaction.put_dense(
         {name: as_array(tensor) for name, tensor in tensors.items()},
         {name: dense_dtype_name(tensor, name) for name, tensor in tensors.items()},
     )
     for name in set(known) - tensors.keys():
-        transaction.drop_dense(name)
+        if not is_rank_tensor(name):  # these end by themselves
+            transaction.drop_dense(name)
 
 
 def rows_to_write(taken: Taken, decision: Decision, changed: Cumulative) -> RowIds:

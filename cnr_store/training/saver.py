@@ -33,6 +33,7 @@ from cnr_store.training.background import (
     raise_failure,
 )
 from cnr_store.training.chain_state import ChainState
+from cnr_store.training.communication_state import with_metrics
 from cnr_store.training.live_training import LiveTraining
 from cnr_store.training.options import OnError, SavePolicy
 from cnr_store.training.save_plan import SavePlan, plan_save
@@ -210,7 +211,7 @@ class Saver:
             self.chain.quality = None
         plan = plan_save(self.training, self.chain, self.policy.policy, writer)
         transaction = writer.begin(self.position.step, plan.decision.kind, base=plan.decision.base)
-        transaction.note({**self._about, **(notes or {})})
+        transaction.note(with_metrics({**self._about, **(notes or {})}, self.training.communication))
         self._notes = notes
         if self.policy.first_baseline == "live":
             try:

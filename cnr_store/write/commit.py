@@ -173,7 +173,8 @@ class Commit:
     def _write_manifest(self, receipts: list[Receipt]) -> ChainEntry:
         """Check what all ranks wrote and put the manifest over it."""
         state, draft, base = self._state, self._staged.draft, self._staged.base_manifest
-        tables, tensors = self._staged.schemas.tables, self._staged.documents.tensors
+        tables = self._staged.schemas.tables
+        tensors = self._staged.documents.tensors.union(*(receipt.dense for receipt in receipts))
         check_receipts(receipts, txn=draft.txn, world=state.setup.ranks.world, l0=draft.l0, base=base)
         check_coverage(receipts, tables)
         l1 = max(state.head.record.checkpoint, draft.l0) + 1

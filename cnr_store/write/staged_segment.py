@@ -11,7 +11,7 @@ import numpy as np
 from cnr_store.errors import BadInput, TableNotFound
 from cnr_store.format import document_tree
 from cnr_store.format.documents import canonical_json
-from cnr_store.format.layout import check_name, writer_folder
+from cnr_store.format.layout import check_name, is_rank_tensor, rank_tensor, writer_folder
 from cnr_store.format.limits import MAX_USER_NESTING
 from cnr_store.format.manifest_state import is_same_tensor
 from cnr_store.format.nesting import nests_deeper
@@ -34,7 +34,8 @@ class StagedDocuments:
     scalars
         Plain values of the manifest; those of rank 0 count.
     tensors
-        The names of the dense tensors of the new state; known on rank 0, once they are put.
+        The names of the dense tensors of the new state, but for those of other ranks; known on rank 0, once they are
+        put.
     """
 
     def __init__(self, state: WriterState) -> None:
@@ -48,7 +49,9 @@ class StagedDocuments:
 
     def put_dense(self, tensors: Mapping[str, Array], dtypes: Mapping[str, str]) -> None:
         """Take new values of dense tensors; nothing of the call if one of them is refused."""
-        self._refuse_unless_first("dense tensors")
+        rank = self._state.setup.ranks.rank
+        if not all(name.startswith(rank_tensor(rank, "")) for name in tensors):
+            self._refuse_unless_first("dense tensors")
         taken: dict[str, Array] = {}
         for name, tensor in tensors.items():
             check_name(name)
@@ -84,12 +87,14 @@ class StagedDocuments:
         self._documents[name] = document_tree.encode(value, default)
 
     def write(self, out: SegmentWriter, base: Manifest | None) -> None:
-        """Put documents and, on rank 0, dense tensors, but for those that ``base`` has with the same bytes.
+        """Put documents and dense tensors, but for those of rank 0 and documents that ``base`` has with the same bytes.
 
         ``base``: the manifest that the segment is a delta to; None of a baseline.
         """
         if self._state.setup.ranks.rank == 0:
             self._write_dense(out, base)
+        else:
+            out.write_dense(self._given, self._dtypes)
         held = {} if base is None else base.documents
         for name, document in self._documents.items():
             data = pack(document)
@@ -102,7 +107,8 @@ class StagedDocuments:
     def _write_dense(self, out: SegmentWriter, base: Manifest | None) -> None:
         """Put the tensors of the new state that ``base`` does not have: those given and those of earlier deltas."""
         before = self._state.snapshot
-        held = {} if before is None or before.is_empty else before.dense
+        earlier = {} if before is None or before.is_empty else before.dense
+        held = {name: entry for name, entry in earlier.items() if not is_rank_tensor(name)}
         kept = {} if base is None else base.dense
         changed: dict[str, Array] = {}
         dtypes = dict(self._dtypes)

@@ -322,7 +322,8 @@ class Transaction:
         """Save dense tensors; those whose bytes did not change are referenced, not written again.
 
         Tensors that are not given keep their last value, as tables do; `drop_dense` ends one. Of several ranks only
-        rank 0 saves them: they are the same everywhere.
+        rank 0 saves them: they are the same everywhere. But each rank saves its own under names that begin with
+        ``rank/<rank>/``; one that is not given is no part of the new state, as with documents.
         ``dtypes`` names the logical dtype where numpy has none (``bfloat16`` as uint16, ``bool`` as uint8). Arrays are
         kept until `commit`.
 

@@ -67,7 +67,7 @@ PUBLIC = {
     "cnr_store.communication": """
         CommunicationState RankState StateTensor chunk reshard
         Meter Traffic
-        ThresholdedGradients ThresholdReport
+        ThresholdedGradients ThresholdReport QuantizedGradients PowerSGD assign_users
         OneBitAdam OneBitLamb PartialFirstLayer PartialSums SplitTable TopKActivations
     """,
     "cnr_store.training": """

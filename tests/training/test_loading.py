@@ -17,7 +17,7 @@ from torch import nn
 
 from cnr_store import BadInput, StorageFailure, Store, TableOptions, Unsupported, verify_store
 from cnr_store.errors import BadShape, VersionNotFound
-from cnr_store.training import CheckpointManager, load
+from cnr_store.training import CheckpointManager, TrackingOptions, load
 from tests.support.ranks import ThreadRank, thread_ranks
 from tests.training.runs import Training, assert_same, grouped, uninterrupted
 from tests.training.test_beside import KIND, files_of, go_on, manager_of
@@ -92,7 +92,9 @@ def test_a_declared_table_is_found_by_what_is_stored(tmp_path: Path) -> None:
         return model
 
     saved, model = make(), make()
-    with CheckpointManager(str(tmp_path), model=saved, tables=["rows"], options=TableOptions.exact()) as manager:
+    with CheckpointManager(
+        str(tmp_path), model=saved, tracking=TrackingOptions(tables=["rows"]), options=TableOptions.exact()
+    ) as manager:
         manager.tracker.mark_all("rows")
         manager.save()
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from cnr_store import BadInput, TableOptions
 from cnr_store.errors import SaveInProgress, TableNotFound
-from cnr_store.training import CheckpointManager
+from cnr_store.training import CheckpointManager, TrackingOptions
 from tests.training.faulty_runs import Backend, assert_stored, begun, create
 from tests.training.runs import Training, go_on, manager_of
 
@@ -164,7 +164,9 @@ def test_a_declared_parameter_is_a_table(backend: Backend) -> None:
 
     store, model = create(backend), Own()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager = CheckpointManager(store, model=model, optimizer=optimizer, tables=["rows"], options=TableOptions.exact())
+    manager = CheckpointManager(
+        store, model=model, optimizer=optimizer, tracking=TrackingOptions(tables=["rows"]), options=TableOptions.exact()
+    )
     manager.save()
     model(torch.tensor([3, 5])).backward()
     optimizer.step()

@@ -1,0 +1,169 @@
+"""Sends gradients as few levels, rounded at random so that they stay unbiased (QSGD; AdaQuantFL's rule for levels)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from cnr_store.communication.buckets import Result, gathered, mean_of_sparse, message_bytes, register
+from cnr_store.communication.state import RankState
+from cnr_store.errors import BadInput
+from cnr_store.runtime.arguments import checked_count
+
+MAX_LEVELS = 1 << 15
+
+
+def quantize(values: torch.Tensor, levels: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes, int64 (n,) from -levels to levels, and the norm, float32 (): values are about codes norm / levels.
+
+    Unbiased: a value between two levels takes the upper one with the probability that keeps its mean. The mean squared
+    error is at most ``min(n / levels**2, sqrt(n) / levels)`` times the squared norm. A norm that is not finite gives
+    codes of 0, so that NaN and Inf arrive as NaN.
+    """
+    norm = values.float().norm()
+    scaled = torch.where(norm > 0, values.float().abs() * (levels / norm), 0).nan_to_num(0.0, 0.0, 0.0)
+    lower = scaled.floor()
+    draws = torch.rand(len(values), generator=generator, device=values.device)
+    codes = (lower + (draws < scaled - lower)).clamp(max=levels).long()
+    return torch.where(values < 0, -codes, codes), norm
+
+
+def dequantize(codes: torch.Tensor, norm: torch.Tensor, levels: int) -> torch.Tensor:
+    """Return the values of codes, float32 (n,)."""
+    return codes.float() * (norm / levels)
+
+
+def pack_codes(codes: torch.Tensor, levels: int) -> torch.Tensor:
+    """Return codes as digits to the base of ``2 levels + 1``, as many in each word of int64 as it holds."""
+    base = 2 * levels + 1
+    digits = _digits(base)
+    padded = torch.nn.functional.pad(codes + levels, (0, -len(codes) % digits)).view(-1, digits)
+    powers = torch.tensor([base**place for place in range(digits)], device=codes.device)
+    return (padded * powers).sum(dim=1)
+
+
+def unpack_codes(words: torch.Tensor, levels: int, length: int) -> torch.Tensor:
+    """Return the ``length`` codes of `pack_codes`."""
+    base = 2 * levels + 1
+    powers = torch.tensor([base**place for place in range(_digits(base))], device=words.device)
+    places = words[:, None].div(powers, rounding_mode="floor") % base
+    return places.view(-1)[:length] - levels
+
+
+def _digits(base: int) -> int:
+    return int(math.log(2**63 - 1) / math.log(base))
+
+
+def levels_for(loss: float, first_loss: float, first_levels: int) -> int:
+    """Return AdaQuantFL's levels, ``ceil(s0 sqrt(f0 / f))``, at most 32,768; the first where a loss is not above 0."""
+    if not (loss > 0 and first_loss > 0 and math.isfinite(loss) and math.isfinite(first_loss)):
+        return first_levels
+    return min(MAX_LEVELS, math.ceil(first_levels * math.sqrt(first_loss / loss)))
+
+
+class QuantizedGradients:
+    """A hook of DistributedDataParallel that sends each gradient as random levels of its norm (QSGD).
+
+    Each tensor of each rank has its own norm. Codes travel packed, log2(2 levels + 1) bits per value, by all-gather;
+    all ranks average the same values. Nothing is held back. Sparse gradients pass as the rows that they are.
+
+    Parameters
+    ----------
+    levels
+        Levels on each side of 0, at first. More cost more bits and add less noise.
+    seed
+        Of the rounding; with the rank and the step it gives the draws, so that a resumed run draws the same.
+    name
+        Of its state in checkpoints.
+
+    Examples
+    --------
+    ``hook = QuantizedGradients(levels=2)``, ``hook.register(ddp)``; with ``hook.report_loss(loss)`` on all ranks, now
+    and then, the levels grow as the loss falls.
+    """
+
+    def __init__(self, *, levels: int = 2, seed: int = 0, name: str = "quantized_gradients") -> None:
+        checked_count("levels", levels, least=1)
+        if levels > MAX_LEVELS:
+            raise BadInput(f"levels= is at most {MAX_LEVELS}; found {levels}", expected=MAX_LEVELS, found=levels)
+        checked_count("seed", seed)
+        self.name, self.levels = name, levels
+        self._first_levels, self._seed, self._first_loss = levels, seed, 0.0
+        self._steps = self._sent_bytes = self._dense_bytes = 0
+        self._names: Mapping[torch.Tensor, str] = {}
+        self._numbers: dict[str, int] = {}
+        self._group: dist.ProcessGroup | None = None
+
+    def register(self, model: DistributedDataParallel) -> None:
+        """Reduce the gradients of a model from now on; once for each hook, before the first backward pass."""
+        if self._group is not None:
+            raise BadInput("this hook reduces the gradients of another model; make another one")
+        self._names, self._group = register(model, self._reduce), model.process_group
+        self._numbers = {name: number for number, name in enumerate(self._names.values())}
+
+    def report_loss(self, loss: float) -> int:
+        """Report a rank's loss, on all ranks together; returns the levels from now on. Blocks for one number's mean."""
+        assert self._group is not None, "register the hook first"
+        mean = torch.tensor([loss], dtype=torch.float64)
+        dist.all_reduce(mean, group=self._group)
+        found = float(mean) / self._group.size()
+        self._first_loss = self._first_loss or found
+        self.levels = levels_for(found, self._first_loss, self._first_levels)
+        return self.levels
+
+    def _reduce(self, bucket: GradBucket) -> Result:
+        assert self._group is not None
+        buffer, step, levels = bucket.buffer(), self._steps, self.levels
+        if bucket.is_last():
+            self._steps += 1
+        if buffer.is_sparse:
+            return mean_of_sparse(buffer, self._group)
+        self._dense_bytes += buffer.nbytes
+        parts = []
+        share = []
+        start = 0
+        for parameter in bucket.parameters():
+            part = slice(start, start + parameter.numel())
+            start = part.stop
+            draws = torch.Generator(buffer.device)
+            number = self._numbers[self._names[parameter]]
+            draws.manual_seed(_mixed(self._seed, step, self._group.rank(), number))
+            codes, norm = quantize(buffer[part], levels, draws)
+            parts.append(part)
+            share += [pack_codes(codes, levels), norm]
+        self._sent_bytes += message_bytes(share)
+        return gathered(share, self._group, lambda messages: _mean(buffer, parts, messages, levels))
+
+    def metrics(self) -> dict[str, float]:
+        """Return what a manager records with each save."""
+        return {"sent_bytes": self._sent_bytes, "dense_bytes": self._dense_bytes, "levels": self.levels}
+
+    def rank_state(self) -> RankState:
+        """See `CommunicationState`."""
+        return RankState({}, {"steps": self._steps, "levels": self.levels, "first_loss": self._first_loss})
+
+    def load_rank_state(self, state: RankState) -> None:
+        """See `CommunicationState`."""
+        self._steps, self.levels = int(state.scalars["steps"]), int(state.scalars["levels"])
+        self._first_loss = float(state.scalars["first_loss"])
+
+
+def _mixed(*numbers: int) -> int:
+    """A seed of several numbers: the same on every machine, and another for each combination of them."""
+    found = 0
+    for number in numbers:
+        found = (found * 1_000_003 + number + 1) % (2**61 - 1)
+    return found
+
+
+def _mean(buffer: torch.Tensor, parts: list[slice], messages: list[list[torch.Tensor]], levels: int) -> torch.Tensor:
+    buffer.zero_()
+    for message in messages:
+        for part, words, norm in zip(parts, message[::2], message[1::2], strict=True):
+            buffer[part].add_(dequantize(unpack_codes(words, levels, part.stop - part.start), norm, levels))
+    return buffer.div_(len(messages))
