@@ -144,8 +144,7 @@ class CheckpointManager:
         self._saver = Saver(
             training, chain, position, schedule,
             SaveStager(
-                training, chain, position, codes_on_device=tracking.quantize_on_device, saves_rng=save_policy.rng,
-                residual_bits=precision.residual_bits,
+                training, chain, position, tracking.quantize_on_device, save_policy.rng, precision.residual_bits,
             ),
             TrainingWriter(self._store, store_options, ranks, training.holdings.placement), save_policy, self._reports,
         )  # fmt: skip
