@@ -59,13 +59,13 @@ def assign_users(samples: npt.ArrayLike, costs: npt.ArrayLike, bounds: npt.Array
 
 
 @dataclass(frozen=True, slots=True)
-class _Problem:
+class _UsersAndEdges:
     samples: Floats
     costs: Floats
     bounds: Floats
 
 
-def _checked(samples: Floats, costs: Floats, bounds: Floats) -> _Problem:
+def _checked(samples: Floats, costs: Floats, bounds: Floats) -> _UsersAndEdges:
     if samples.ndim != 2 or costs.shape != (len(samples), *bounds.shape) or bounds.ndim != 1:
         raise BadInput(
             f"samples are (users, classes), costs (users, edges), bounds (edges,); found {samples.shape}, "
@@ -73,11 +73,11 @@ def _checked(samples: Floats, costs: Floats, bounds: Floats) -> _Problem:
         )
     if not ((samples >= 0).all() and np.isfinite(samples).all() and (costs >= 0).all() and (bounds >= 0).all()):
         raise BadInput("samples, costs and bounds are 0 or more, and samples are finite")
-    return _Problem(samples, costs, bounds)
+    return _UsersAndEdges(samples, costs, bounds)
 
 
 class _Assignment:
-    def __init__(self, problem: _Problem) -> None:
+    def __init__(self, problem: _UsersAndEdges) -> None:
         self._of = problem
         users, edges = problem.costs.shape
         self._edge = [-1] * users

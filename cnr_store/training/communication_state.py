@@ -27,11 +27,11 @@ _PREFIX = "communication/"
 
 
 @runtime_checkable
-class _Measured(Protocol):
+class _Counting(Protocol):
     def metrics(self) -> Mapping[str, float]: ...
 
 
-class StoredTensor(msgspec.Struct, frozen=True, omit_defaults=True):
+class SavedTensor(msgspec.Struct, frozen=True, omit_defaults=True):
     """How one tensor is stored: exactly, or as integers that ``scale`` turns into values of ``dtype``."""
 
     rule: Rule
@@ -39,10 +39,10 @@ class StoredTensor(msgspec.Struct, frozen=True, omit_defaults=True):
     dtype: str = ""
 
 
-class StoredState(msgspec.Struct, frozen=True):
+class SavedObject(msgspec.Struct, frozen=True):
     """What a rank has saved of one object."""
 
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, SavedTensor]
     scalars: dict[str, Any]
 
 
@@ -91,25 +91,25 @@ def capture_communication(objects: Sequence[CommunicationState], rank: int, bits
             key = f"{_PREFIX}{one.name}/{name}"
             if tensor.rule == "same":
                 found.shared[key] = tensor.value
-                stored[name] = StoredTensor("same")
+                stored[name] = SavedTensor("same")
                 continue
             value, stored[name] = _coded(host_copy(tensor.value), tensor.rule, bits)
             own = rank_tensor(rank, key)
             found.own[0][own], found.own[1][own] = as_array(value), dense_dtype_name(value, own)
-        document[one.name] = msgspec.to_builtins(StoredState(stored, dict(state.scalars)))
+        document[one.name] = msgspec.to_builtins(SavedObject(stored, dict(state.scalars)))
     if objects:
         found.documents[f"{_PREFIX}{rank}"] = document
     return found
 
 
-def _coded(value: torch.Tensor, rule: Rule, bits: int | None) -> tuple[torch.Tensor, StoredTensor]:
+def _coded(value: torch.Tensor, rule: Rule, bits: int | None) -> tuple[torch.Tensor, SavedTensor]:
     """Return what is stored of a tensor, and how; exact where it is small, no float, or not finite."""
     largest = value.abs().amax().item() if value.numel() > 1 and value.is_floating_point() else 0.0
     if bits is None or not 0 < largest < float("inf"):
-        return value, StoredTensor(rule)
+        return value, SavedTensor(rule)
     scale = largest / (2 ** (bits - 1) - 1)
     codes = (value.double() / scale).round().to(torch.int8 if bits <= 8 else torch.int16)
-    return codes, StoredTensor(rule, scale, dense_dtype_name(value, "a residual"))
+    return codes, SavedTensor(rule, scale, dense_dtype_name(value, "a residual"))
 
 
 def with_metrics(notes: Mapping[str, JsonValue], objects: Sequence[CommunicationState]) -> dict[str, JsonValue]:
@@ -117,7 +117,7 @@ def with_metrics(notes: Mapping[str, JsonValue], objects: Sequence[Communication
     found = {
         f"{one.name}/{key}": value
         for one in objects
-        if isinstance(one, _Measured)
+        if isinstance(one, _Counting)
         for key, value in one.metrics().items()
     }
     given = notes.get("metrics", {})
@@ -168,19 +168,19 @@ def stored_communication(
     return found
 
 
-def _document(snapshot: Snapshot, rank: int) -> dict[str, StoredState]:
+def _document(snapshot: Snapshot, rank: int) -> dict[str, SavedObject]:
     name = f"{_PREFIX}{rank}"
     try:
         if name not in snapshot.documents:
             raise msgspec.ValidationError("it is missing")
-        return msgspec.convert(snapshot.read_document(name, tensor_of), dict[str, StoredState])
+        return msgspec.convert(snapshot.read_document(name, tensor_of), dict[str, SavedObject])
     except msgspec.ValidationError as error:
         raise CorruptStore(
             f"document {name} is not what a training writes: {error}; restore another version", path=name
         ) from error
 
 
-def _state_of(snapshot: Snapshot, rank: int, name: str, document: Mapping[str, StoredState]) -> RankState:
+def _state_of(snapshot: Snapshot, rank: int, name: str, document: Mapping[str, SavedObject]) -> RankState:
     stored = document[name]
     return RankState(_StoredTensors(snapshot, rank, name, stored.tensors), stored.scalars)
 
@@ -192,7 +192,7 @@ class _StoredTensors(Mapping[str, StateTensor]):
     snapshot: Snapshot
     rank: int
     object: str
-    stored: Mapping[str, StoredTensor]
+    stored: Mapping[str, SavedTensor]
 
     def __len__(self) -> int:
         return len(self.stored)
