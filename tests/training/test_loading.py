@@ -19,8 +19,8 @@ from cnr_store import BadInput, StorageFailure, Store, TableOptions, Unsupported
 from cnr_store.errors import BadShape, VersionNotFound
 from cnr_store.training import CheckpointManager, TrackingOptions, load
 from tests.support.ranks import ThreadRank, thread_ranks
-from tests.training.runs import Training, assert_same, grouped, uninterrupted
-from tests.training.test_beside import KIND, files_of, go_on, manager_of
+from tests.training.runs import Training, assert_same, grouped, manager_of, uninterrupted
+from tests.training.test_beside import KIND, files_of, go_on
 from tests.training.test_fallback import Job, Part, value
 
 
@@ -28,7 +28,7 @@ from tests.training.test_fallback import Job, Part, value
 def url(tmp_path: Path) -> str:
     """A store with checkpoints of steps 1 to 3; that of step 2 is tagged and in a channel."""
     training = Training(KIND)
-    with manager_of(training, str(tmp_path / "store")) as manager:
+    with manager_of(tmp_path / "store", training) as manager:
         go_on(training, manager, 0, 3)
         version = manager.store.snapshot(step=2).version
         manager.store.tag("two", version)
@@ -76,7 +76,7 @@ def test_a_version_is_read_into_a_model_and_nothing_written(url: str, wanted: di
 @pytest.mark.parametrize("kind", ["rowwise_adagrad", "sparse_adam", "sgd_momentum"])
 def test_optimizers_are_read_where_they_are_given(tmp_path: Path, kind: str) -> None:
     training = Training(kind)
-    with manager_of(training, str(tmp_path), allow_dense=True) as manager:
+    with manager_of(tmp_path, training, allow_dense=True) as manager:
         go_on(training, manager, 0, 2)
     other = Training(kind)
 

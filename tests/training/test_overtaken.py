@@ -12,8 +12,8 @@ from cnr_store.maintenance.compaction import compact_run
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.training import load
 from tests.support.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem
-from tests.training.runs import Training, assert_same, uninterrupted
-from tests.training.test_beside import KIND, go_on, manager_of
+from tests.training.runs import Training, assert_same, manager_of, uninterrupted
+from tests.training.test_beside import KIND, go_on
 
 STEPS = 2
 
@@ -28,7 +28,7 @@ def saved() -> IsolatedMemoryFileSystem:
     files = IsolatedMemoryFileSystem()
     Store.create_on(storage_from_filesystem(files, "/root"), threads=1).close()
     training = Training(KIND)
-    with opened(files) as store, manager_of(training, store) as manager:
+    with opened(files) as store, manager_of(store, training) as manager:
         go_on(training, manager, 0, STEPS)
     return files
 
@@ -58,7 +58,7 @@ class Overtaken(FaultyFileSystem):
 
 def restored(files: Overtaken, wanted: dict[str, Any]) -> Training:
     training = Training(KIND)
-    with opened(files) as store, manager_of(training, store) as manager:
+    with opened(files) as store, manager_of(store, training) as manager:
         files.counts = True
         state = manager.restore(**wanted)
         assert state is not None
@@ -108,12 +108,12 @@ def test_a_head_that_is_compacted_while_it_is_loaded_is_no_damage(saved: Isolate
 
 def test_a_head_that_is_compacted_behind_its_restore_is_gone_on_from(saved: IsolatedMemoryFileSystem) -> None:
     files, training = saved.fork(), Training(KIND)
-    with opened(files) as store, manager_of(training, store) as manager:
+    with opened(files) as store, manager_of(store, training) as manager:
         manager.restore()
         compact_and_delete(files)
         go_on(training, manager, STEPS, STEPS + 2)
         assert [report.kind for report in manager.history] == ["delta", "delta"]
     again = Training(KIND)
-    with opened(files) as store, manager_of(again, store) as manager:
+    with opened(files) as store, manager_of(store, again) as manager:
         manager.restore()
     assert_same(again.state(), uninterrupted(KIND, STEPS + 2))
