@@ -25,6 +25,7 @@ READERS_OWN = {
     "validation": "validation: Any",
     "store": "store: Store",
     "manager": "manager: CheckpointManager",
+    "zarr": "import zarr",
     "dist": "import torch.distributed as dist",
     "DistributedDataParallel": "from torch.nn.parallel import DistributedDataParallel",
     "StatefulDistributedSampler": "from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler",
@@ -58,9 +59,10 @@ check_untyped_defs = True
 disallow_untyped_defs = False
 disallow_incomplete_defs = False
 disallow_untyped_calls = False
+disallow_subclassing_any = False
 [mypy-duckdb.*,fbgemm_gpu.*,pyarrow.*,redis.*,safetensors.*,torchdata.*,torchrec.*]
 ignore_missing_imports = True
-[mypy-accelerate.*,lightning.*]
+[mypy-accelerate.*,lightning.*,torchtnt.*,transformers.*]
 ignore_missing_imports = True
 follow_imports = skip
 """
