@@ -1,4 +1,4 @@
-"""What a save says of itself in its record's ``user`` field: message, metrics, metadata, git commit. Pure.
+"""What a save says of itself in its record's ``user`` field: message, metrics, metadata, git commit, timing. Pure.
 
 Notes are for people and for `Store.best`; no reader needs them, so a reader takes what it finds, and ignores the rest.
 """

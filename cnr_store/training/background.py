@@ -210,6 +210,8 @@ def run_save(job: SaveJob) -> None:
                 )  # fmt: skip
         transaction.write_many(updates)
         job.encode_s = time.perf_counter() - started + (job.read.read_s if job.read else 0.0)
+        waited_s = job.stall_s + (job.encode_s if job.whole else 0.0)  # for whole tables the training is still waiting
+        transaction.note({"timing": {"stall_s": round(waited_s, 6), "encode_s": round(job.encode_s, 6)}})
         started = time.perf_counter()
         transaction.commit()
     job.commit_s = time.perf_counter() - started

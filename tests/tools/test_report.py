@@ -98,6 +98,28 @@ def test_a_report_shows_what_compaction_did(url: str, tmp_path: Path) -> None:
     assert len(re.findall(r'<rect class="compact"[^>]*><title>[^<]*in 1 segment', page)) == 1
 
 
+def test_a_report_shows_stalls_and_ages(tmp_path: Path) -> None:
+    rows = np.ones((4, 2), np.float32)
+    with Store.create(str(tmp_path / "run"), fsync=False) as store, store.writer() as writer:
+        for step, timing in enumerate(
+            [{"stall_s": 2.0, "encode_s": 3.0}, {"stall_s": 0.004}, {"stall_s": "<b>"}, None]
+        ):
+            with writer.begin(step, kind="baseline") as txn:
+                txn.write_table("t", rows)
+                txn.note({"timing": timing})
+
+    cnr("report", store.url, "-o", tmp_path / "report.html")
+
+    page = (tmp_path / "report.html").read_text()
+    checked(page)
+    assert re.findall(r"<title>version \d+, step (\d)[^<]*: baseline, ([\d.]+ m?s)</title>", page) == [
+        ("0", "2.00 s"), ("1", "4.0 ms"),
+    ]  # fmt: skip
+    ages = re.findall(r"step (\d)[^<]*: ([\d.]+) (m?s) old when the next one came", page)
+    assert [step for step, _, _ in ages] == ["0", "1", "2"]
+    assert float(ages[0][1]) >= 3
+
+
 def test_a_report_shows_damage(url: str, tmp_path: Path) -> None:
     files = [path for path in (Path(url) / "data").rglob("*") if path.is_file() and ".json" not in path.name]
     largest = max(files, key=lambda path: path.stat().st_size)

@@ -12,7 +12,7 @@ from cnr_store import BadInput, KeepBest, RetentionPolicy, Store, collect_garbag
 from cnr_store.errors import VersionNotFound
 from cnr_store.format.notes import checked_notes, metrics_of
 from cnr_store.runtime.git_commit import git_commit
-from cnr_store.training import CheckpointManager, SavePolicy
+from cnr_store.training import CheckpointManager, SavePolicy, SaveReport
 from tests.tools.cli_runner import cnr
 from tests.training.runs import Training
 
@@ -40,12 +40,32 @@ def test_a_save_records_its_notes_and_the_command_prints_them(root: Path) -> Non
     with Store.open(str(root)) as store:
         (newest, before) = store.log(limit=2)
 
-    assert newest.user == {}
-    assert before.user == {
+    assert newest.user.keys() == {"timing"}
+    assert {name: value for name, value in before.user.items() if name != "timing"} == {
         "message": "epoch 4", "metrics": {"loss": 0.7, "auc": 1 - 0.7}, "metadata": {"lr": [0.1]},
     }  # fmt: skip
     assert "epoch 4, auc 0.3, loss 0.7" in cnr("log", root).out
     assert "saved with: epoch 4, auc 0.3, loss 0.7" in cnr("show", root, "--step", "5").out
+
+
+def test_a_save_records_how_long_the_training_waited(tmp_path: Path) -> None:
+    training = Training("sgd")
+    reports: list[SaveReport] = []
+    with CheckpointManager(
+        str(tmp_path / "run"), model=training.model, optimizer=training.optimizers,
+        save_policy=SavePolicy(on_save=reports.append),
+    ) as manager:  # fmt: skip
+        for number in range(3):
+            training.train(number)
+            manager.step()
+            manager.save()
+        manager.wait_until_finished()
+        timings = [manager.store.record(report.version).user["timing"] for report in reports]
+
+    assert len(timings) == 3
+    for report, timing in zip(reports, timings, strict=True):
+        assert timing["encode_s"] == pytest.approx(report.encode_s, abs=1e-6)
+        assert 0 < timing["stall_s"] <= report.stall_s + 1e-6
 
 
 def test_the_best_version_is_found_by_a_metric(root: Path) -> None:
@@ -134,6 +154,6 @@ def test_a_save_has_the_git_commit_unless_it_is_turned_off(tmp_path: Path, monke
         ) as manager:
             manager.step()
             manager.save()
-            found.append(manager.store.head().record.user)
+            found.append(manager.store.head().record.user.get("git"))
 
-    assert found == [{"git": "a" * 40}, {}]
+    assert found == ["a" * 40, None]

@@ -28,7 +28,10 @@ SAVED = ("baseline", "delta")
 
 @dataclass(frozen=True, slots=True)
 class VersionFacts:
-    """One record. Bytes and rows are those of the segment that it saved; None if it saved none."""
+    """One record. Bytes and rows are those of the segment that it saved; None if it saved none.
+
+    ``stall_s``, ``encode_s``: seconds that the training waited, and that the background wrote; None if unknown.
+    """
 
     version: int
     kind: str
@@ -38,6 +41,8 @@ class VersionFacts:
     rows: int | None
     restore_bytes: int
     restore_segments: int
+    stall_s: float | None
+    encode_s: float | None
     names: tuple[str, ...]
     """Tags and channels that name it now."""
 
@@ -116,11 +121,19 @@ def read_facts(store: Store, *, verify: bool = False) -> StoreFacts:
 
 def _version(record: CommitRecord, names: tuple[str, ...]) -> VersionFacts:
     saved = record.chain[-1] if record.kind in SAVED and record.chain else None
+    timing = record.user.get("timing")
     return VersionFacts(
         version=record.v, kind=record.kind, step=record.step, time_ms=record.ts_ms,
         size_bytes=None if saved is None else saved.bytes, rows=None if saved is None else saved.rows,
         restore_bytes=sum(entry.bytes for entry in record.chain), restore_segments=len(record.chain), names=names,
+        stall_s=_seconds(timing, "stall_s"), encode_s=_seconds(timing, "encode_s"),
     )  # fmt: skip
+
+
+def _seconds(timing: object, name: str) -> float | None:
+    """Return a time that a save recorded; None if it is no number, because anybody may write these notes."""
+    value = timing.get(name) if isinstance(timing, dict) else None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 else None
 
 
 def _segments(snapshot: Snapshot) -> tuple[list[SegmentFacts], int]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from cnr_store_tools.output import to_document
 from cnr_store_tools.report.charts import Bar, NamedBar, bar_chart, sparkline, stacked_bar
 from cnr_store_tools.report.facts import SAVED, StoreFacts, VersionFacts
-from cnr_store_tools.text import count_text, one_line, ranges_text, size_text, time_text
+from cnr_store_tools.text import count_text, duration_text, one_line, ranges_text, size_text, time_text
 
 MOST_TABLES = 200
 STYLE = """
@@ -40,8 +40,8 @@ def report_html(facts: StoreFacts) -> str:
     """Return the page."""
     url = escape(one_line(facts.status.url))
     body = "\n".join([
-        f"<h1>{url}</h1>", _summary(facts), _damage(facts), _sizes(facts), _restores(facts), _tables(facts),
-        _segments(facts), _names(facts),
+        f"<h1>{url}</h1>", _summary(facts), _damage(facts), _sizes(facts), _restores(facts), _times(facts),
+        _tables(facts), _segments(facts), _names(facts),
     ])  # fmt: skip
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{url}</title>'
@@ -134,6 +134,30 @@ def _restores(facts: StoreFacts) -> str:
     return f"<h2>What a restore of each version reads</h2>{keys}{chart}"
 
 
+def _times(facts: StoreFacts) -> str:
+    """Charts of what saves cost the training, and of how old the newest state became before the next one."""
+    saved = [one for one in facts.versions if one.kind in SAVED]
+    stalled = [one for one in saved if one.stall_s is not None]
+    stalls = bar_chart(
+        [
+            Bar(one.stall_s or 0.0, one.kind, f"{_hint(one)}: {one.kind}, {duration_text(one.stall_s or 0.0)}")
+            for one in stalled
+        ],
+        label="seconds that the training waited for each checkpoint", unit=duration_text, ends=_ends(stalled),
+        is_log=True,
+    )  # fmt: skip
+    ages = [(one, (after.time_ms - one.time_ms) / 1000 + (one.encode_s or 0.0)) for one, after in pairwise(saved)]
+    stale = bar_chart(
+        [Bar(age, one.kind, f"{_hint(one)}: {duration_text(age)} old when the next one came") for one, age in ages],
+        label="age of each checkpoint when the next one came", unit=duration_text, ends=_ends([one for one, _ in ages]),
+        is_log=True,
+    )  # fmt: skip
+    return (
+        f"<h2>How long the training waited for each checkpoint</h2>{stalls}\n"
+        f"<h2>How old each checkpoint was when the next one came</h2>{stale}"
+    )
+
+
 def _tables(facts: StoreFacts) -> str:
     def cells() -> Iterator[Sequence[str]]:
         for table in facts.tables[:MOST_TABLES]:
@@ -159,7 +183,7 @@ def _segments(facts: StoreFacts) -> str:
         [(f"s{index}", f"{kind} {size_text(total[kind])}") for index, kind in enumerate(SIZE_KINDS) if total[kind]]
     )
     rows = [
-        (one.name[:8], one.kind, str(one.step), f"{sum(one.rows.values()):,}", size_text(one.sizes.total),
+        (one.name.lstrip("0")[:10], one.kind, str(one.step), f"{sum(one.rows.values()):,}", size_text(one.sizes.total),
          _ratio(facts.fp32_bytes, one.sizes.total))
         for one in facts.segments
     ]  # fmt: skip
