@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from cnr_store.communication.one_bit import OneBitMean
 from cnr_store.communication.one_bit_optimizer import OneBitOptimizer
 from cnr_store.communication.state import Rule
 from cnr_store.errors import BadInput, BadShape
+from cnr_store.training import CheckpointManager
 from tests.communication.conftest import RunRanks
 
 Make = Callable[..., OneBitOptimizer]
@@ -409,3 +411,32 @@ def test_errors_of_another_model_or_rank_are_refused(make: Make) -> None:
     optimizer.load_state_dict(state)
     with pytest.raises(BadShape, match="another rank or number of ranks"):
         train(model, optimizer, 3, 4)
+
+
+def managed(url: str) -> tuple[nn.Module, OneBitOptimizer, CheckpointManager]:
+    model = DistributedDataParallel(built())
+    optimizer = OneBitAdam(model.parameters(), lr=0.01, warmup_steps=3)
+    optimizer.register(model)
+    return model, optimizer, CheckpointManager(url, model=model, optimizer=optimizer, communication=[optimizer])
+
+
+def save_and_resume(url: str) -> list[list[float]]:
+    rank = torch.distributed.get_rank()
+    model, optimizer, manager = managed(url)
+    train(model, optimizer, 0, 6, rank)
+    manager.save()
+    manager.close()
+    always = train(model, optimizer, 6, 12, rank)
+    model, optimizer, manager = managed(url)
+    manager.restore()
+    resumed = train(model, optimizer, 6, 12, rank)
+    manager.close()
+    return [always, resumed]
+
+
+@pytest.mark.timeout(600)
+def test_a_manager_brings_each_rank_its_own_errors_back(run_ranks: RunRanks, tmp_path: Path) -> None:
+    found = run_ranks(2, save_and_resume, str(tmp_path / "store"))
+
+    for always, resumed in found:
+        assert resumed == always
