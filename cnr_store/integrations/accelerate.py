@@ -24,8 +24,7 @@ from cnr_store.errors import BadInput, MissingDependency, Unsupported
 from cnr_store.integrations.frameworks import ManagerOptions
 from cnr_store.store import Store
 from cnr_store.training import CheckpointManager
-from cnr_store.training.reader import Stateful
-from cnr_store.training.resuming import resume
+from cnr_store.training.reader import Stateful, resume
 
 try:
     from accelerate import Accelerator

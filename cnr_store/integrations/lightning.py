@@ -22,8 +22,7 @@ from cnr_store.errors import BadInput, MissingDependency, Unsupported
 from cnr_store.integrations.frameworks import ManagerOptions, save_last
 from cnr_store.store import Store
 from cnr_store.training import CheckpointManager, RestoredState
-from cnr_store.training.reader import Stateful, check_stateful
-from cnr_store.training.resuming import resume
+from cnr_store.training.reader import Stateful, check_stateful, resume
 
 try:
     from lightning.fabric.utilities.data import _set_sampler_epoch
