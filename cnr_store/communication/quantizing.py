@@ -139,17 +139,19 @@ class QuantizedGradients:
         self._sent_bytes += message_bytes(share)
         return gathered(share, self._group, lambda messages: _mean(buffer, parts, messages, levels))
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, int]:
         """Return what a manager records with each save."""
         return {"sent_bytes": self._sent_bytes, "dense_bytes": self._dense_bytes, "levels": self.levels}
 
     def rank_state(self) -> RankState:
         """See `CommunicationState`."""
-        return RankState({}, {"steps": self._steps, "levels": self.levels, "first_loss": self._first_loss})
+        return RankState({}, {"steps": self._steps, "first_loss": self._first_loss, **self.metrics()})
 
     def load_rank_state(self, state: RankState) -> None:
         """See `CommunicationState`."""
         self._steps, self.levels = int(state.scalars["steps"]), int(state.scalars["levels"])
+        self._sent_bytes = int(state.scalars["sent_bytes"])
+        self._dense_bytes = int(state.scalars["dense_bytes"])
         self._first_loss = float(state.scalars["first_loss"])
 
 

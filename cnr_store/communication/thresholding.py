@@ -247,7 +247,7 @@ class ThresholdedGradients:
             {name: float(held.residual.norm()) for name, held in self._held.items()},
         )
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, int]:
         """Return what a manager records with each save: bytes sent, and what they would be without the hook."""
         return {"sent_bytes": self._sent_bytes, "dense_bytes": self._dense_bytes}
 
@@ -263,10 +263,10 @@ class ThresholdedGradients:
             for name, loaded in self._loaded.items()
             for what, value in loaded.items()
         }
-        return RankState(tensors, {"steps": self._steps})
+        return RankState(tensors, {"steps": self._steps, **self.metrics()})
 
     def load_rank_state(self, state: RankState) -> None:
-        """See `CommunicationState`. What was sent is counted on."""
+        """See `CommunicationState`. The bytes are counted on."""
         loaded: dict[str, dict[str, torch.Tensor]] = {}
         for key, tensor in state.tensors.items():
             name, _, what = key.rpartition("/")
@@ -279,6 +279,8 @@ class ThresholdedGradients:
                     expected=parameter.numel(), found=found.numel(),
                 )  # fmt: skip
         self._steps = int(state.scalars["steps"])
+        self._sent_bytes = int(state.scalars["sent_bytes"])
+        self._dense_bytes = int(state.scalars["dense_bytes"])
         self._held, self._loaded = {}, loaded
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
+from cnr_store.communication import CommunicationState
 from cnr_store.training import (
     CheckpointManager,
     PrecisionPolicy,
@@ -19,7 +20,7 @@ from cnr_store.write.table_options import TableOptions
 class ManagerOptions(TypedDict, total=False):
     """What a `CheckpointManager` takes besides what a framework knows: model, optimizers, reader, extras."""
 
-    tables: Iterable[str]
+    communication: Sequence[CommunicationState]
     options: TableOptions | Mapping[str, TableOptions] | None
     every_steps: int | None
     save_policy: SavePolicy

@@ -1,9 +1,9 @@
-"""What one-bit optimizers, cuts with the largest activations and partial sums send, and what it does to quality.
+"""What thresholds, one-bit optimizers, cuts with the largest activations and partial sums send, and what quality costs.
 
-Sections, by ``--sections``: ``one_bit`` trains on 4 gloo ranks and counts their bytes; ``model_parallel`` trains in one
-process, where a cut does the same to values as between ranks, and counts the bytes of an exchange between 2 ranks;
-``des`` counts the bytes of one forward and backward on 4 ranks. The model is a small DLRM on generated clicks with a
-known truth; seeds change initial weights and batches.
+Sections, by ``--sections``: ``data_parallel`` and ``one_bit`` train on 4 gloo ranks and count their bytes;
+``model_parallel`` trains in one process, where a cut does the same to values as between ranks, and counts the bytes of
+an exchange between 2 ranks; ``des`` counts the bytes of one forward and backward on 4 ranks. The model is a small DLRM
+on generated clicks with a known truth; seeds change initial weights and batches.
 """
 
 from __future__ import annotations
@@ -23,8 +23,18 @@ import harness
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from cnr_store.communication import Meter, OneBitAdam, OneBitLamb, PartialFirstLayer, PartialSums, TopKActivations
+from cnr_store.communication import (
+    Meter,
+    OneBitAdam,
+    OneBitLamb,
+    PartialFirstLayer,
+    PartialSums,
+    RankState,
+    ThresholdedGradients,
+    TopKActivations,
+)
 from cnr_store.communication.one_bit_optimizer import OneBitOptimizer
 
 WORLD, BATCH = 4, 64
@@ -173,6 +183,69 @@ def one_bit(report: harness.Report, seeds: int, steps: int) -> None:
         report.add(f"loss of one-bit {kind} minus {kind}'s", extra, goal=spread, unit="", low=low, high=high)
 
 
+# ---- thresholds
+
+THRESHOLDS: dict[str, tuple[float, bool, int]] = {
+    "dense": (0.0, True, 0),
+    "1 %": (0.01, True, 0),
+    "0.5 %": (0.005, True, 0),
+    "0.2 %": (0.002, True, 0),
+    "0.5 %, no error feedback": (0.005, False, 0),
+    "0.5 %, dropped every 10 steps": (0.005, True, 10),
+}
+"""Share of the values that is sent, whether the rest is kept, and after how many steps a save would forget it."""
+
+
+def train_thresholds(name: str, seed: int, steps: int) -> list[float]:
+    """Return test logloss, AUC, and the bytes that a rank pushed for dense parameters."""
+    keep, feedback, dropped_every = THRESHOLDS[name]
+    meter = Meter()
+    torch.manual_seed(seed)
+    model = ClickModel()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["tables"])
+    wrapped = DistributedDataParallel(model, process_group=meter.group())
+    hook = ThresholdedGradients(keep=keep, error_feedback=feedback) if keep else ThresholdedGradients(warmup=steps)
+    hook.register(wrapped)
+    optimizers = [torch.optim.SGD(model.dense_parameters(), lr=0.1), torch.optim.Adagrad([model.tables], lr=0.1)]
+    meter.reset()
+    for step in range(steps):
+        ids, dense, clicks = samples(1000 * (seed + 1) + step * WORLD + dist.get_rank(), BATCH)
+        model.zero_grad()
+        nn.functional.binary_cross_entropy_with_logits(wrapped(ids, dense), clicks).backward()
+        assert model.tables.grad is not None
+        dist.all_reduce(model.tables.grad.div_(WORLD))
+        for optimizer in optimizers:
+            optimizer.step()
+        if dropped_every and (step + 1) % dropped_every == 0:
+            hook.load_rank_state(RankState({}, hook.rank_state().scalars))
+    return [*quality(model), meter.total.pushed_bytes]
+
+
+def train_all_thresholds(seeds: int, steps: int) -> list[list[list[float]]]:
+    """Return `train_thresholds` of each of `THRESHOLDS`, by seed."""
+    return [[train_thresholds(name, seed, steps) for seed in range(seeds)] for name in THRESHOLDS]
+
+
+def data_parallel(report: harness.Report, seeds: int, steps: int) -> None:
+    """Bytes and quality of thresholded gradients, whose thresholds are chosen once in 1,000 steps."""
+    runs = dict(zip(THRESHOLDS, on_ranks(WORLD, "train_all_thresholds", seeds, steps), strict=True))
+    volume = runs["dense"][0][2]
+    rows = []
+    for name, found in runs.items():
+        losses, areas = ([run[number] for run in found] for number in (0, 1))
+        rows.append([name, _with_spread(losses), _with_spread(areas), f"{volume / found[0][2]:.1f}"])
+    columns = ["values sent", "logloss", "AUC", "fewer pushed bytes, biases included"]
+    report.table(f"{seeds} seeds, {steps} steps of SGD on {WORLD} ranks; published: at least 100", columns, rows)
+    spread = _spread_of([run[0] for run in runs["dense"]])
+    for name in list(THRESHOLDS)[1:]:
+        pairs = [after[0] - before[0] for before, after in zip(runs["dense"], runs[name], strict=True)]
+        ablation = "no error" in name or "dropped" in name
+        report.add(
+            f"loss at {name} minus dense", statistics.mean(pairs), goal=spread, unit="", low=min(pairs),
+            high=max(pairs), sense="at least" if ablation else "at most",
+        )  # fmt: skip
+
+
 # ---- cuts
 
 
@@ -283,6 +356,7 @@ def des(report: harness.Report, _seeds: int, _steps: int) -> None:
 
 
 SECTIONS: dict[str, Callable[[harness.Report, int, int], None]] = {
+    "data_parallel": data_parallel,
     "one_bit": one_bit,
     "model_parallel": model_parallel,
     "des": des,
@@ -310,7 +384,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     seeds, steps = (2, 100) if options.quick else (options.seeds, options.steps)
-    report = harness.Report("Bytes on the wire: one-bit optimizers, cuts, partial sums")
+    report = harness.Report("Bytes on the wire: thresholds, one-bit optimizers, cuts, partial sums")
     report.start()
     for name in options.sections:
         SECTIONS[name](report, seeds, steps)
