@@ -52,7 +52,7 @@ def assign_users(samples: npt.ArrayLike, costs: npt.ArrayLike, bounds: npt.Array
     Examples
     --------
     >>> assign_users([[9, 0], [9, 0], [0, 9], [0, 9]], np.ones((4, 2)), [2, 2])
-    [0, 1, 0, 1]
+    [1, 0, 0, 1]
     """
     problem = _checked(np.asarray(samples, float), np.asarray(costs, float), np.asarray(bounds, float))
     return _Assignment(problem).run()
