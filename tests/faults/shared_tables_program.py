@@ -108,6 +108,10 @@ def hashed_are_of(batch: LookupBatch, version: int) -> bool:
     return bool((rows[there] == version).all() and (rows[~there] == 0).all())
 
 
+LEAST_VERSIONS = 6
+"""How many versions a reader sees before it ends."""
+
+
 class Counts:
     """Lookups of random rows, counted."""
 
@@ -136,8 +140,9 @@ class Counts:
         return batch.version
 
     def look_often(self, lookups: int) -> None:
+        """Look up so often, and until some versions have come: one turn of a busy machine can hold all the lookups."""
         last = 0
-        for _ in range(lookups):
+        while self.done < lookups or len(self.versions) < LEAST_VERSIONS:
             version = self.look()
             self.went_back += version < last
             last = version

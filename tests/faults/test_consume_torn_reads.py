@@ -15,7 +15,7 @@ import pytest
 from cnr_store.serving.rows.attached import AttachedTables
 from cnr_store.serving.rows.shared_memory import SharedMemory
 from cnr_store.serving.rows.views import ViewSource
-from tests.faults.shared_tables_program import Counts, counted, first_tables, publish
+from tests.faults.shared_tables_program import LEAST_VERSIONS, Counts, counted, first_tables, publish
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 THREADS, PROCESSES = 4, 2
@@ -70,7 +70,7 @@ def check_torn_reads(folder: Path, total: int) -> list[dict[str, int]]:
     assert [one["mixed"] for one in found] == [0] * (THREADS + PROCESSES)
     assert [one["went_back"] for one in found] == [0] * (THREADS + PROCESSES)
     # The race was on: each reader saw versions come, and some views were merged away under lookups.
-    assert min(one["versions"] for one in found) > 5
+    assert min(one["versions"] for one in found) >= LEAST_VERSIONS
     assert sum(one["retries"] for one in found) > 0
     return found
 
