@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 import zstandard
 
-from format_spec.reader.cnr_read import canonical
+from format_spec.reader.documents import canonical
 
 
 def apply(root: Path, patch: list[dict[str, Any]]) -> None:

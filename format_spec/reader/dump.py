@@ -1,16 +1,20 @@
-"""Print what the independent reader finds in a store, and write it as .npy files if asked."""
+"""Print what the independent reader finds in a store, and write it as .npy files if asked.
+
+python -m format_spec.reader.dump STORE
+"""
 
 import argparse
 import sys
 from pathlib import Path
 
-import cnr_read
 import numpy as np
 import xxhash
 
+from format_spec.reader import cnr_read
+
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("store")
     parser.add_argument("--branch", help="its name; without it the log of the store, or of a relay")
     parser.add_argument("--version", type=int)

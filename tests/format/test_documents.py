@@ -20,7 +20,7 @@ from cnr_store.log.rebase import draft_after, rebase_expire
 from cnr_store.store import open_segment
 from cnr_store.write.commit_checks import check_receipts
 from format_spec.generate_vectors import FLOATS
-from format_spec.reader import cnr_read
+from format_spec.reader import documents
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.mark.parametrize("path", ["", "/a", "a/", "a//b", "../a", "a/..", "a/./b", "a b", "a\\b", "a/...", "ä", "a\n"])
 def test_paths_that_leave_their_folder_are_refused(path: str) -> None:
-    schema = cnr_read.SCHEMAS["segment"].schema["$defs"]["ObjectEntry"]["properties"]["path"]
+    schema = documents.SCHEMAS["segment"].schema["$defs"]["ObjectEntry"]["properties"]["path"]
     assert not jsonschema.Draft202012Validator(schema).is_valid(path)
     with pytest.raises(BadName):
         check_relative_path(path)
@@ -63,7 +63,7 @@ def test_canonical_json_has_one_form() -> None:
 
     data = canonical_json(document)
 
-    assert data.decode() == cnr_read.canonical(document)
+    assert data.decode() == documents.canonical(document)
     assert data.startswith('{"a":{"":-0.0,"\uffff":2,"\U0001f600":1},"b":[1,true,null,'.encode())
     assert json.loads(data) == document
 
@@ -73,7 +73,7 @@ def test_floats_have_one_spelling() -> None:
     values = [*FLOATS, *(float(x) for x in random if np.isfinite(x)), *(float(f"1.5e{e}") for e in range(-20, 25))]
 
     for value in values:
-        assert canonical_json(value).decode() == cnr_read.canonical(value)
+        assert canonical_json(value).decode() == documents.canonical(value)
         assert json.loads(canonical_json(value)) == value
 
 

@@ -17,7 +17,7 @@ from cnr_store.format import document_tree, packed
 from cnr_store.format.documents import canonical_json
 from cnr_store.format.limits import MAX_MANIFEST_BYTES, MAX_SEPARATORS
 from cnr_store.format.packed import content_size, pack, unpack
-from format_spec.reader import cnr_read
+from format_spec.reader import documents
 
 TREES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=9),
@@ -33,7 +33,7 @@ def test_what_is_packed_is_unpacked_again(document: dict[str, object], more: int
 
     stored = pack(document)
 
-    assert unpack(stored, "here") == canonical_json(document) == cnr_read.unzstd(stored, "here")
+    assert unpack(stored, "here") == canonical_json(document) == documents.unzstd(stored, "here")
     assert json.loads(unpack(stored, "here")) == document
     assert content_size(memoryview(stored)) == len(canonical_json(document))
 
@@ -46,8 +46,8 @@ def test_a_frame_is_refused_before_memory_is_taken_for_it(descriptor: int, width
     tracemalloc.start()
     with pytest.raises(CorruptStore, match="here"):
         unpack(frame, "here")
-    with pytest.raises(cnr_read.Refused):
-        cnr_read.unzstd(frame, "here")
+    with pytest.raises(documents.Refused):
+        documents.unzstd(frame, "here")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
 
@@ -67,8 +67,8 @@ def test_a_frame_that_holds_another_size_than_it_states_is_refused(descriptor: i
     for other in (frame[:-1], frame + b"x", frame + frame, frame + skippable, smaller):
         with pytest.raises(CorruptStore, match="here"):
             unpack(other, "here")
-        with pytest.raises(cnr_read.Refused):
-            cnr_read.unzstd(other, "here")
+        with pytest.raises(documents.Refused):
+            documents.unzstd(other, "here")
 
 
 @pytest.mark.parametrize("value", [b"0,", b"[],", b"{},"])
@@ -81,8 +81,8 @@ def test_values_are_counted_before_memory_is_taken_for_them(value: bytes) -> Non
     assert unpack(zstandard.compress(b"[" + most[:-1] + b"]", 1), "here") == b"[" + most[:-1] + b"]"
     with pytest.raises(CorruptStore, match="here has 167772"):
         unpack(bomb, "here")
-    with pytest.raises(cnr_read.Refused):
-        cnr_read.unzstd(bomb, "here")
+    with pytest.raises(documents.Refused):
+        documents.unzstd(bomb, "here")
 
 
 @pytest.mark.parametrize("value", [(), [], "", 1.5, b"", {1: 2}, np.int8(1), np.zeros((0, 3), np.float32), 2**60])
