@@ -16,6 +16,7 @@ from cnr_store.communication.state import CommunicationState
 from cnr_store.errors import BadInput
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.training.communication_state import checked_communication
+from cnr_store.training.kept_plan import KeptPlan
 from cnr_store.training.options import (
     PrecisionPolicy,
     StoreOptions,
@@ -65,6 +66,8 @@ class LiveTraining:
         By table, of all tables, also those of other ranks.
     ranks, control
         The ranks that train together; ``control`` is a separate channel for the manager's messages beside saves.
+    plan
+        Where each part of the state is.
     """
 
     model: nn.Module
@@ -79,6 +82,7 @@ class LiveTraining:
     lookups: list[Handle]
     ranks: Ranks
     control: Ranks
+    plan: KeptPlan
 
     @property
     def tables(self) -> set[str]:
@@ -89,10 +93,6 @@ class LiveTraining:
     def intervals(self) -> IntervalReader | None:
         """The reader, if it reports when its state is exact."""
         return self.reader if isinstance(self.reader, IntervalReader) else None
-
-    def plan_state(self) -> StatePlan:
-        """Return where each part of the state is now."""
-        return plan_state(self.model, self.optimizers, self.holdings.shards, self.holdings.tables)
 
     def detach(self) -> None:
         """Remove every hook from the model. A second call does nothing."""
@@ -181,7 +181,7 @@ def watch_training(
         raise
     return LiveTraining(
         model, optimizers, reader, dict(extras), objects, (*declared, *layers), by_table, holdings, trackers[0],
-        lookups, ranks, control,
+        lookups, ranks, control, KeptPlan(model, optimizers, holdings),
     )  # fmt: skip
 
 

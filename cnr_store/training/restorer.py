@@ -148,7 +148,7 @@ class Restorer:
     def _plan(self, version: int, request: RestoreRequest) -> Planned:
         training = self.training
         planned = plan_loading(
-            self.store, version, training.plan_state(), training.holdings, training.optimizers,
+            self.store, version, training.plan.state_plan(), training.holdings, training.optimizers,
             tables=request.tables, strict=request.strict, slots_rule=request.slots_rule, resize=request.resize,
         )  # fmt: skip
         check_resizable(planned.plan, training.holdings)

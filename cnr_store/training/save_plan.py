@@ -9,18 +9,10 @@ from typing import Any
 from cnr_store.format import document_tree
 from cnr_store.runtime.ranks import together
 from cnr_store.training.chain_state import ChainState
+from cnr_store.training.kept_plan import LocalState
 from cnr_store.training.live_training import LiveTraining
 from cnr_store.training.shards import Slots
-from cnr_store.training.state import (
-    OtherState,
-    StatePlan,
-    fused_documents,
-    live_slots,
-    needs_new_schema,
-    other_state,
-    slot_documents,
-    stepped_documents,
-)
+from cnr_store.training.state import OtherState, StatePlan, fused_documents, stepped_documents
 from cnr_store.training.tensors import leaf_of, tensor_of
 from cnr_store.write.policy import Decision, Policy, decide
 from cnr_store.write.writer import Writer
@@ -49,17 +41,15 @@ class SavePlan:
 
 def plan_save(training: LiveTraining, chain: ChainState, policy: Policy, writer: Writer) -> SavePlan:
     """Return the plan of the next save. Blocks; all ranks call it. Adds tables to rewrite to ``chain.whole_next``."""
-    found: list[tuple[StatePlan, dict[str, Slots], OtherState, Decision]] = []
+    found: list[tuple[LocalState, Decision]] = []
 
     def share() -> dict[str, Any]:
-        state = training.plan_state()
-        slots = {name: live_slots(shard) for name, shard in state.shards.items()}
-        mine = _decide_here(training, chain, policy, writer, state, slots)
-        other = other_state(state, training.optimizers)
-        found.append((state, slots, other, mine))
+        local = training.plan.local_state()
+        mine = _decide_here(training, chain, policy, writer, local)
+        found.append((local, mine))
         known = {
-            "slots": slot_documents(state.shards, slots), "fused": fused_documents(state.shards.values()),
-            "stepped": stepped_documents(state, other),
+            "slots": local.documents, "fused": fused_documents(local.state.shards.values()),
+            "stepped": stepped_documents(local.state, local.other),
         }  # fmt: skip
         return {
             "kind": mine.kind, "base": mine.base, "whole": sorted(chain.whole_next),
@@ -74,31 +64,22 @@ def plan_save(training: LiveTraining, chain: ChainState, policy: Policy, writer:
         given = tables if training.control.world == 1 else document_tree.decode(tables, tensor_of)
         for name, of_tables in known.items():
             of_tables.update(given[name])
-    state, slots, other, decision = found[0]
+    local, decision = found[0]
     if any(answer["kind"] == "baseline" for answer in answers):
         decision = Decision("baseline", "baseline", "a rank needs it")
     if decision.kind == "baseline":
         chain.whole_next |= chain.rate.waits_for_baseline()
         chain.whole_next |= chain.rate.too_fine(training.control, writer, chain.whole_next)
-    return SavePlan(state, slots, other, decision, known)
+    return SavePlan(local.state, local.slots, local.other, decision, known)
 
 
 def _decide_here(
-    training: LiveTraining,
-    chain: ChainState,
-    policy: Policy,
-    writer: Writer,
-    state: StatePlan,
-    slots: Mapping[str, Slots],
+    training: LiveTraining, chain: ChainState, policy: Policy, writer: Writer, local: LocalState
 ) -> Decision:
     """Return what this rank would save if it were alone."""
     schemas = chain.growing.applied_to(writer.snapshot.tables) if writer.is_synced else {}
     chain.whole_next |= chain.rate.waits_for_baseline()
-    chain.whole_next |= {
-        shard.table
-        for name, shard in state.shards.items()
-        if needs_new_schema(schemas.get(shard.table), shard, slots[name], training.options[shard.table])
-    }
+    chain.whole_next |= training.plan.tables_anew(local, schemas, training.options)
     if not writer.is_synced:
         chain.whole_next |= training.tables  # also those of other ranks, which forget them with us
         return Decision("baseline", "baseline", "the writer does not know the head's state")

@@ -1,0 +1,216 @@
+"""The plan of a training's state, kept from save to save while model and optimizers have the same objects.
+
+Why this module exists: to go through the names, slots and step counters of a thousand tables takes longer than to copy
+their rows, and a training hardly ever changes them. Whether they changed is found by comparing objects by identity, in
+calls that take all tables at once. What cannot be compared so is planned anew for each save. Changes nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
+from typing import Any
+
+import torch
+from torch import nn
+
+from cnr_store.format.records import TableSchema
+from cnr_store.training.shards import Holdings, Slots
+from cnr_store.training.state import (
+    OtherState,
+    StatePlan,
+    live_slots,
+    needs_new_schema,
+    optimizer_tensor_name,
+    other_state,
+    plan_state,
+    slot_documents,
+)
+from cnr_store.write.table_options import TableOptions
+
+_WALKS = ("named_parameters", "named_buffers", "named_modules", "state_dict")
+"""Methods of a module that decide what its state is; where a class has its own, the plan is not kept."""
+
+_CHILDREN = tuple(attrgetter(name) for name in ("_parameters", "_buffers", "_modules"))
+_KIND = attrgetter("dtype", "shape", "layout")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalState:
+    """What this rank has to save now; tensors are live.
+
+    Attributes
+    ----------
+    state, slots, other
+        Where each part belongs, the slots by name of the shard, and the rest of the optimizers' state.
+    documents
+        `slot_documents` of them.
+    """
+
+    state: StatePlan
+    slots: Mapping[str, Slots]
+    other: OtherState
+    documents: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Objects:
+    """Objects to compare with others: ``same`` by identity, ``equal`` by their values."""
+
+    same: Sequence[object]
+    equal: Sequence[object]
+
+    def are(self, known: _Objects | None) -> bool:
+        """Whether ``known`` has the same objects and equal values, in one order."""
+        if known is None or len(self.same) != len(known.same) or self.equal != known.equal:
+            return False
+        return all(map(is_, self.same, known.same))
+
+
+def _structure(modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> _Objects:
+    """What `plan_state` reads: names and objects of parameters, buffers and modules, and the parameter groups."""
+    own = [*chain.from_iterable(map(children, modules) for children in _CHILDREN)]
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    values = chain(chain.from_iterable(map(methodcaller("values"), own)), chain.from_iterable(groups))
+    unsaved = [frozenset(module._non_persistent_buffers_set) for module in modules if module._buffers]
+    lengths = [len(optimizer.param_groups) for optimizer in optimizers]
+    return _Objects([*values], [[*chain.from_iterable(own)], [*map(len, own)], [*map(len, groups)], unsaved, lengths])
+
+
+class _StateEntries:
+    """Every entry of the state of all optimizers, in order; ``values`` are live."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.outer = [optimizer.state for optimizer in optimizers]
+        self.inner: list[Any] = [*chain.from_iterable(state.values() for state in self.outer)]
+        self.values: list[Any] = [*chain.from_iterable(map(methodcaller("values"), self.inner))]
+
+    def objects(self) -> _Objects:
+        """What slots and other state are made of: parameters, names, tensors and their kind; of others the type."""
+        tensors = [value for value in self.values if isinstance(value, torch.Tensor)]
+        sizes = [*map(len, self.outer), *map(len, self.inner)]
+        names, kinds = [*chain.from_iterable(self.inner)], [*map(_KIND, tensors)]
+        return _Objects([*chain.from_iterable(self.outer), *tensors], [names, sizes, kinds, [*map(type, self.values)]])
+
+    def positions(self) -> dict[tuple[int, str], int] | None:
+        """Return the position of each entry by (id of the parameter, key); None if one may not stand for another.
+
+        Entries are found again by their position as long as `objects` are the same. Of subclasses of tensors and of
+        sparse ones slots are no entries, but views.
+        """
+        tensors = [value for value in self.values if isinstance(value, torch.Tensor)]
+        if not all(type(one) is torch.Tensor and one.layout is torch.strided for one in tensors):
+            return None
+        if not all(isinstance(one, dict) for one in self.inner):
+            return None
+        keys = [(id(owner), key) for state in self.outer for owner, inner in state.items() for key in inner]
+        found = {key: position for position, key in enumerate(keys)}
+        return found if len(found) == len(keys) else None
+
+
+Places = list[tuple[str, list[tuple[str, int]]]]
+"""Of shards or parameters: the name, and the key and position of each of its entries."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kept:
+    """What the state of the last save was made of, and where its entries stood; keeps no tensor alive."""
+
+    same: Sequence[weakref.ref[Any]]
+    equal: Sequence[object]
+    plan: StatePlan
+    slots: Places
+    inline: Places
+    dense: list[tuple[str, int]]
+    documents: Mapping[str, Any]
+
+    def is_made_of(self, plan: StatePlan, objects: _Objects) -> bool:
+        """Whether another state would have its entries at the same positions."""
+        return plan is self.plan and objects.are(_Objects([one() for one in self.same], self.equal))
+
+    def state_of(self, values: Sequence[Any]) -> LocalState:
+        """Return the state that has these entries."""
+        slots = {name: {key: values[at] for key, at in places} for name, places in self.slots}
+        inline = {name: {key: values[at] for key, at in places} for name, places in self.inline}
+        other = OtherState(inline, {name: values[at] for name, at in self.dense})
+        return LocalState(self.plan, slots, other, self.documents)
+
+
+def _kept(local: LocalState, entries: _StateEntries, objects: _Objects) -> _Kept | None:
+    """What to keep of a state; None if it has something that is no entry of an optimizer's state."""
+    at, shards = entries.positions(), local.state.shards
+    if at is None or any(shard.parameter is None for shard in shards.values()):
+        return None  # what an optimizer that is fused into backward has is not seen here
+    owners = [(one, id(one.parameter), local.other.inline[one.name]) for one in local.state.optimized]
+    slots = [(name, [(key, at[id(shards[name].parameter), key]) for key in own]) for name, own in local.slots.items()]
+    inline = [(one.name, [(key, at[owner, key]) for key in values]) for one, owner, values in owners]
+    dense = [
+        (name, at[owner, key])
+        for one, owner, _ in owners
+        for key in entries.outer[one.optimizer].get(one.parameter, {})
+        if (name := optimizer_tensor_name(one.optimizer, one.name, key)) in local.other.dense
+    ]
+    same = [*map(weakref.ref, objects.same)]
+    return _Kept(same, objects.equal, local.state, slots, inline, dense, local.documents)
+
+
+@dataclass(slots=True, eq=False)
+class KeptPlan:
+    """Plans the state of one training. It keeps parameters and buffers of the last plan alive, no optimizer's state.
+
+    Call it from one thread.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    holdings: Holdings
+    _modules: list[nn.Module] = field(default_factory=list)
+    _structure: _Objects | None = None
+    _plan: StatePlan | None = None
+    _kept: _Kept | None = None
+    _judged: _Objects | None = None
+    _anew: frozenset[str] = frozenset()
+
+    def state_plan(self) -> StatePlan:
+        """Return where each part of the state is now; raises as `plan_state`."""
+        if self._plan is not None and _structure(self._modules, self.optimizers).are(self._structure):
+            return self._plan
+        self._plan = self._structure = self._kept = None
+        plan = plan_state(self.model, self.optimizers, self.holdings.shards, self.holdings.tables)
+        self._modules = [*self.model.modules()]
+        if all(_is_plain(kind) for kind in {*map(type, self._modules)}):
+            self._structure, self._plan = _structure(self._modules, self.optimizers), plan
+        return plan
+
+    def local_state(self) -> LocalState:
+        """Return what this rank has to save now; raises as `state_plan`."""
+        plan, entries = self.state_plan(), _StateEntries(self.optimizers)
+        objects = entries.objects()
+        if self._kept is not None and self._kept.is_made_of(plan, objects):
+            return self._kept.state_of(entries.values)
+        slots = {name: live_slots(shard) for name, shard in plan.shards.items()}
+        local = LocalState(plan, slots, other_state(plan, self.optimizers), slot_documents(plan.shards, slots))
+        self._kept = _kept(local, entries, objects)
+        return local
+
+    def tables_anew(
+        self, local: LocalState, schemas: Mapping[str, TableSchema], options: Mapping[str, TableOptions]
+    ) -> frozenset[str]:
+        """Return the tables of this rank that `needs_new_schema` finds: new ones, and those stored in another way."""
+        shards = local.state.shards
+        judged = _Objects([local.documents, *schemas.values(), *options.values()], [[*schemas], [*options]])
+        if not judged.are(self._judged):
+            self._judged = judged
+            self._anew = frozenset(
+                shard.table
+                for name, shard in shards.items()
+                if needs_new_schema(schemas.get(shard.table), shard, local.slots[name], options[shard.table])
+            )
+        return self._anew
+
+
+def _is_plain(kind: type[nn.Module]) -> bool:
+    return all(getattr(kind, name) is getattr(nn.Module, name) for name in _WALKS)

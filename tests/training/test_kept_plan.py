@@ -1,0 +1,236 @@
+"""A plan that is kept from save to save is the one that would be made anew, whatever a training changed meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from cnr_store.format.records import SlotSchema, TableSchema
+from cnr_store.runtime.ranks import OneRank
+from cnr_store.training.kept_plan import KeptPlan, LocalState
+from cnr_store.training.shards import hold
+from cnr_store.training.state import (
+    find_local_shards,
+    live_slots,
+    needs_new_schema,
+    other_state,
+    plan_state,
+    slot_documents,
+)
+from cnr_store.types import FloatBits, Lattice
+from cnr_store.write.table_options import TableOptions
+from tests.training.runs import KINDS, Training
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch itself, by its Adagrad
+
+
+class Planned:
+    """A training with the plan that is kept of it."""
+
+    def __init__(self, kind: str) -> None:
+        self.training = Training(kind)
+        self.model, self.optimizers = self.training.model, self.training.optimizers
+        _, shards = find_local_shards(self.model, self.optimizers, (), OneRank())
+        self.holdings = hold(shards, OneRank())
+        self.kept = KeptPlan(self.model, self.optimizers, self.holdings)
+        self.options = dict.fromkeys(self.holdings.tables, TableOptions())
+        self.schemas: dict[str, TableSchema] = {}
+        self.extra = 0
+
+    def fresh(self) -> LocalState:
+        """Return the state without anything kept."""
+        plan = plan_state(self.model, self.optimizers, self.holdings.shards, self.holdings.tables)
+        slots = {name: live_slots(shard) for name, shard in plan.shards.items()}
+        return LocalState(plan, slots, other_state(plan, self.optimizers), slot_documents(plan.shards, slots))
+
+    def store(self, local: LocalState) -> None:
+        """Set schemas that the tables could be stored with as they are."""
+        self.schemas = {
+            one.table: TableSchema(
+                num_rows=one.num_rows, dim=one.dim, dtype="float32", encoding=Lattice(scale=0.5),
+                slots={
+                    slot: SlotSchema(
+                        kind="row" if tensor.ndim == 1 else "element", dtype="float32", mirror=True,
+                        encoding=FloatBits(mantissa_bits=7),
+                    )
+                    for slot, tensor in local.slots[name].items()
+                },
+            )
+            for name, one in local.state.shards.items()
+        }  # fmt: skip
+
+
+def trains(one: Planned) -> None:
+    one.training.train(one.extra)
+
+
+def loads_a_state(one: Planned) -> None:
+    one.optimizers[0].load_state_dict(copy.deepcopy(one.optimizers[0].state_dict()))
+
+
+def replaces_a_tensor(one: Planned) -> None:
+    for state in one.optimizers[0].state.values():
+        for key, value in state.items():
+            state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        break
+
+
+def changes_a_tensor_in_place(one: Planned) -> None:
+    for state in one.optimizers[0].state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.ndim == 2:
+                value.data = value.data.half() if value.dtype is torch.float32 else value.data.float()
+                return
+
+
+def forgets_a_state(one: Planned) -> None:
+    if one.optimizers[0].state:
+        one.optimizers[0].state.popitem()
+
+
+def adds_an_entry(one: Planned) -> None:
+    for parameter, state in one.optimizers[0].state.items():
+        state[f"extra{one.extra}"] = [torch.ones(parameter.shape[0]), torch.ones(3), 7, None, 2.5][one.extra % 5]
+        return
+
+
+def changes_a_number(one: Planned) -> None:
+    for state in one.optimizers[0].state.values():
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                state[key] = [one.extra, None, float(one.extra)][one.extra % 3]
+
+
+def adds_a_layer(one: Planned) -> None:
+    layer = nn.Linear(2, 2)
+    setattr(one.model, f"layer{one.extra}", layer)
+    one.optimizers[0].add_param_group({"params": [layer.weight]})
+
+
+def removes_a_parameter(one: Planned) -> None:
+    one.optimizers[0].param_groups[-1]["params"][-1:] = []
+
+
+def replaces_a_parameter(one: Planned) -> None:
+    bias = one.model.out.bias
+    one.model.out.bias = nn.Parameter(torch.zeros(1))
+    for optimizer in one.optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [one.model.out.bias if old is bias else old for old in group["params"]]
+        optimizer.state.pop(bias, None)
+
+
+def renames_a_buffer(one: Planned) -> None:
+    one.model._buffers[f"buffer{one.extra}"] = one.model._buffers.popitem()[1] if one.model._buffers else torch.ones(2)
+
+
+def stops_saving_a_buffer(one: Planned) -> None:
+    one.model.register_buffer(f"own{one.extra // 2}", torch.ones(2), persistent=bool(one.extra % 2))
+
+
+def stores_anew(one: Planned) -> None:
+    one.store(one.fresh())
+
+
+def changes_a_schema(one: Planned) -> None:
+    for name, schema in one.schemas.items():
+        one.schemas[name] = msgspec.structs.replace(schema, num_rows=schema.num_rows + one.extra % 2)
+        return
+
+
+def changes_options(one: Planned) -> None:
+    name = sorted(one.options)[one.extra % 2]
+    one.options[name] = [TableOptions(), TableOptions(encoding="raw")][one.extra // 2 % 2]
+
+
+ACTIONS: list[Callable[[Planned], None]] = [
+    trains, loads_a_state, replaces_a_tensor, changes_a_tensor_in_place, forgets_a_state, adds_an_entry,
+    changes_a_number, adds_a_layer, removes_a_parameter, replaces_a_parameter, renames_a_buffer, stops_saving_a_buffer,
+    stores_anew, changes_a_schema, changes_options,
+]  # fmt: skip
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether both are made of the same objects: tensors by identity, numbers by value."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, torch.Tensor) and a.is_sparse:
+        return bool(a._values().data_ptr() == b._values().data_ptr())
+    return a is b if isinstance(a, torch.Tensor) else bool(a == b)
+
+
+def assert_equal(found: LocalState, expected: LocalState) -> None:
+    assert found.state.shards == expected.state.shards
+    assert same(found.state.dense, expected.state.dense)
+    assert [vars_of(one) for one in found.state.optimized] == [vars_of(one) for one in expected.state.optimized]
+    assert same(found.slots, expected.slots)
+    assert same(found.other.inline, expected.other.inline)
+    assert same(found.other.dense, expected.other.dense)
+    assert found.documents == expected.documents
+
+
+def vars_of(one: Any) -> tuple[object, ...]:
+    return one.name, id(one.parameter), one.optimizer, one.group, one.is_table
+
+
+@settings(deadline=None)
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.booleans()), max_size=12),
+)
+def test_a_kept_plan_is_the_one_made_anew(kind: str, actions: list[tuple[Callable[[Planned], None], bool]]) -> None:
+    one = Planned(kind)
+
+    for act, saves in actions:
+        one.extra += 1
+        with contextlib.suppress(
+            RuntimeError, KeyError, ValueError, TypeError
+        ):  # torch refuses what others left behind
+            act(one)
+        if not saves:
+            continue
+        found, expected = one.kept.local_state(), one.fresh()
+        assert_equal(found, expected)
+        assert one.kept.tables_anew(found, one.schemas, one.options) == {
+            shard.table
+            for name, shard in expected.state.shards.items()
+            if needs_new_schema(one.schemas.get(shard.table), shard, expected.slots[name], one.options[shard.table])
+        }
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_training_that_goes_on_keeps_its_plan(kind: str) -> None:
+    one = Planned(kind)
+    for _ in range(2):
+        trains(one)
+        first = one.kept.local_state()
+    trains(one)
+
+    second = one.kept.local_state()
+
+    assert second.state is first.state
+    assert second.documents is first.documents
+    assert_equal(second, one.fresh())
+
+
+def test_a_kept_plan_keeps_no_optimizer_state_alive() -> None:
+    one = Planned("adagrad")
+    trains(one)
+    one.kept.local_state()
+    slot = weakref.ref(one.optimizers[0].state[one.model.user.weight]["sum"])
+
+    loads_a_state(one)
+    gc.collect()
+
+    assert slot() is None
