@@ -2,6 +2,4 @@
 
 from __future__ import annotations
 
-from cnr_store.integrations.state_dict import StateDict, load_state_dict
-
-__all__ = ["StateDict", "load_state_dict"]
+__all__: list[str] = []

@@ -40,7 +40,10 @@ class GroupDocument(msgspec.Struct, frozen=True):
 
 
 class OptimizerDocument(msgspec.Struct, frozen=True, rename={"kind": "class"}):
-    """An optimizer: the name of its class, its groups, and small state by parameter and key."""
+    """An optimizer: the name of its class, its groups, and small state by parameter and key.
+
+    The name is empty if the checkpoint was imported: files of other programs do not have it.
+    """
 
     kind: str
     groups: list[GroupDocument]
@@ -222,20 +225,33 @@ def trainer_documents(
     """
     found = optimizer_documents(plan, optimizers, other)
     add_stepped(found, tables["stepped"])
-    groups = [[group["parameters"] for group in one["groups"]] for one in found]
+    states = {name: extra.state_dict() for name, extra in extras.items()}
+    return documents_of(found, tables["slots"], tables["fused"], states, rate)
+
+
+def documents_of(
+    optimizers: Sequence[Mapping[str, Any]],
+    slots: Mapping[str, Any],
+    fused: Mapping[str, Any],
+    extras: Mapping[str, Any],
+    rate: RateDocument,
+) -> dict[str, dict[str, Any]]:
+    """Return `TRAINER` and `PROGRESS`; ``optimizers`` as `optimizer_documents` gives them."""
+    groups = [[group["parameters"] for group in one["groups"]] for one in optimizers]
     return {
         TRAINER: {
             "format": FORMAT,
-            "optimizers": [{"class": one["class"], "groups": own} for one, own in zip(found, groups, strict=True)],
-            "slots": tables["slots"],
+            "optimizers": [{"class": one["class"], "groups": own} for one, own in zip(optimizers, groups, strict=True)],
+            "slots": slots,
         },
         PROGRESS: {
-            "options": [[group["options"] for group in one["groups"]] for one in found],
+            "options": [[group["options"] for group in one["groups"]] for one in optimizers],
             "state": [
-                equal_states(one["state"], [*chain.from_iterable(own)]) for one, own in zip(found, groups, strict=True)
+                equal_states(one["state"], [*chain.from_iterable(own)])
+                for one, own in zip(optimizers, groups, strict=True)
             ],
-            "fused": tables["fused"],
-            "extras": {name: extra.state_dict() for name, extra in extras.items()},
+            "fused": fused,
+            "extras": extras,
             "rate": msgspec.to_builtins(rate),
         },
     }

@@ -246,11 +246,11 @@ def _match_optimizers(
         groups = [[mine[id(p)] for p in group["params"] if id(p) in mine] for group in optimizer.param_groups]
         fits = (
             document is not None
-            and document.kind == type(optimizer).__name__
+            and _is_of(document, optimizer)
             and [[p for p in group.parameters if p not in names] for group in document.groups] == groups
         )
         if not fits and strict:
-            found = "none" if document is None else f"{document.kind} with {len(document.groups)} groups"
+            found = "none" if document is None else f"{document.kind or 'another'} with {len(document.groups)} groups"
             raise BadInput(
                 f"optimizer {index} is {type(optimizer).__name__} with {len(groups)} groups; the checkpoint has "
                 f"{found}, or other parameters in it. Give the optimizers in the order in which they were saved, or "
@@ -261,6 +261,16 @@ def _match_optimizers(
     if strict and len(stored) > len(optimizers):
         raise BadInput(f"the checkpoint has {len(stored)} optimizers, the manager {len(optimizers)}; give all of them")
     return tuple(matched)
+
+
+def _is_of(document: OptimizerDocument, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a document can be that optimizer's: by its class, or by its options if it was imported."""
+    if document.kind:
+        return document.kind == type(optimizer).__name__
+    return all(
+        saved.options.keys() <= group.keys()
+        for saved, group in zip(document.groups, optimizer.param_groups, strict=False)
+    )
 
 
 def _plan_shard(

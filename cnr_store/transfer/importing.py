@@ -1,7 +1,7 @@
 """Saves tensors of another program as a version of a store. A pure function decides which of them are tables.
 
-The tensors of a source can be sliced by rows (`cnr_store.transfer.safetensors_file`,
-`cnr_store.integrations.state_dict`), so tables are encoded from memory-mapped files and are never in memory as a whole.
+The tensors of a source can be sliced by rows (`cnr_store.transfer.safetensors_file`), so tables are encoded from
+memory-mapped files and are never in memory as a whole.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 
 from cnr_store.errors import BadInput, TableNotFound
+from cnr_store.format.document_tree import Default
 from cnr_store.format.documents import loads
 from cnr_store.runtime.notebook import ShownReport
 from cnr_store.store import Store
@@ -48,14 +51,26 @@ class ImportPlan:
 
 @dataclass(frozen=True, slots=True)
 class ImportReport(ShownReport):
-    """What an import committed."""
+    """What an import committed.
+
+    Attributes
+    ----------
+    slots
+        By table, the names of its optimizer state.
+    dropped
+        Tables of the version before that are not in the source.
+    ignored
+        Values of the source that a store cannot have, and second names of tied weights.
+    """
 
     version: int
     step: int
     size_bytes: int
     tables: tuple[str, ...]
+    slots: dict[str, tuple[str, ...]]
     dense: tuple[str, ...]
     dropped: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
 
 
 class _Described(msgspec.Struct, frozen=True):
@@ -154,8 +169,7 @@ def import_tensors(
     Parameters
     ----------
     source
-        The path of a safetensors file or of an exported folder (npy, Parquet), or the tensors of
-        `cnr_store.integrations.load_state_dict`.
+        The path of a safetensors file or of an exported folder (npy, Parquet), or its opened tensors.
     step
         The training step of the state; None uses the file's, or 0.
     tables
@@ -179,7 +193,26 @@ def import_tensors(
     """
     file = source if isinstance(source, TensorFile) else _opened(Path(source))
     plan = plan_import(file, tables)
-    chosen_step = step if step is not None else plan.step or 0
+    return commit_import(
+        store, file, plan, step=plan.step or 0 if step is None else step, options=options, scalars=scalars or {},
+        replace=replace, progress=progress,
+    )  # fmt: skip
+
+
+def commit_import(
+    store: Store,
+    file: TensorFile,
+    plan: ImportPlan,
+    *,
+    step: int,
+    options: TableOptions | None,
+    scalars: Mapping[str, JsonValue],
+    documents: Mapping[str, Any] = MappingProxyType({}),
+    leaf: Default | None = None,
+    replace: bool,
+    progress: ImportProgress | None,
+) -> ImportReport:
+    """Commit the tensors of a plan as a ``baseline``, see `import_tensors`; ``leaf`` is for values in ``documents``."""
     missing = sorted(store.snapshot().tables.keys() - plan.tables.keys())
     if missing and not replace:
         raise BadInput(
@@ -191,7 +224,7 @@ def import_tensors(
     done = 0
     # A mirror, so that the baseline has state digests; in files, so that it takes no memory.
     with store.writer(mirror="mmap") as writer:
-        with writer.begin(chosen_step, kind="baseline") as txn:
+        with writer.begin(step, kind="baseline") as txn:
             for table in missing:
                 txn.drop_table(table)
             for table, tensor in plan.tables.items():
@@ -215,9 +248,12 @@ def import_tensors(
                 {name: tensor.values for name, tensor in dense.items()},
                 {name: tensor.dtype for name, tensor in dense.items()},
             )
-            txn.put_scalars(dict(scalars or {}))
+            txn.put_scalars(dict(scalars))
+            for name, document in documents.items():
+                txn.put_document(name, document, leaf)
         size_bytes, version = txn.size_bytes, txn.version
     assert version is not None  # the commit succeeded, or it raised
     if progress is not None:
         progress(total, total)
-    return ImportReport(version, chosen_step, size_bytes, tuple(plan.tables), plan.dense, tuple(missing))
+    slot_names = {table: tuple(of_table) for table, of_table in plan.slots.items()}
+    return ImportReport(version, step, size_bytes, tuple(plan.tables), slot_names, plan.dense, tuple(missing))

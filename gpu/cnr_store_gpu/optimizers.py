@@ -240,7 +240,8 @@ def _state_tensors(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> Map
     return found
 
 
-def _is_row_slot(value: Any, of_table: torch.Size) -> bool:
+def is_row_slot(value: Any, of_table: torch.Size) -> bool:
+    """Return whether optimizer state of a table of that shape travels with the rows. Reads the shape only."""
     if not isinstance(value, torch.Tensor) or not (shape := value.shape):
         return False
     return shape == of_table or (shape[0] == of_table[0] and (len(shape) == 1 or shape[1:] == (1,)))
@@ -255,7 +256,7 @@ def row_slots(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[str
     optimizer's own: writing them changes its state.
     """
     of_table = param.shape
-    return {name: value for name, value in _state_tensors(optimizer, param).items() if _is_row_slot(value, of_table)}
+    return {name: value for name, value in _state_tensors(optimizer, param).items() if is_row_slot(value, of_table)}
 
 
 def scalar_state(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, Any]:
@@ -264,7 +265,7 @@ def scalar_state(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[
     None values are left out. Tensors are the optimizer's own, live.
     """
     of_table, state = param.shape, _state_tensors(optimizer, param)
-    return {name: value for name, value in state.items() if value is not None and not _is_row_slot(value, of_table)}
+    return {name: value for name, value in state.items() if value is not None and not is_row_slot(value, of_table)}
 
 
 def rows_with_state(

@@ -14,7 +14,7 @@ import pytest
 from cnr_store import BadInput, CnrStoreError, NotFound, StorageFailure, Store, export_snapshot, import_tensors
 from cnr_store.changes import changes, recorded_cursor, write_ipc, write_parquet
 from cnr_store.changes.recording import RECORDING
-from cnr_store.integrations import load_state_dict
+from cnr_store.integrations.torch_file import load_torch_file
 from cnr_store.transfer.safetensors_file import open_safetensors
 from tests.tools.sample_store import build_store
 
@@ -170,7 +170,7 @@ def test_a_place_where_no_export_can_be_is_named(
         export_snapshot(store.snapshot(version=4), tmp_path / path if path else "", format=form)
 
 
-@pytest.mark.parametrize("read", [open_safetensors, load_state_dict])
+@pytest.mark.parametrize("read", [open_safetensors, load_torch_file])
 def test_a_source_that_cannot_be_read_is_named(tmp_path: Path, read: Callable[[Path], object]) -> None:
     (tmp_path / "file").write_bytes(b"")
 

@@ -60,7 +60,7 @@ PUBLIC = {
         FusedRows SinkFeed PushResult SinkMetrics
         RowSink SinkSource Published SinkState SinkTable SourceRows
     """,
-    "cnr_store.integrations": "StateDict load_state_dict",
+    "cnr_store.integrations": "",
     "cnr_store.integrations.dcp": "CnrStorageReader CnrStorageWriter CnrStager",
     "cnr_store.integrations.redis": "RedisSink RedisRows RedisBatch",
     "cnr_store.testing": "",

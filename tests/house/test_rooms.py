@@ -66,7 +66,7 @@ TOOLS_MAY_IMPORT = {
     "cnr_store.serving",
     "cnr_store.changes",
     "cnr_store.relay",
-    "cnr_store.integrations",
+    "cnr_store.integrations.checkpoints",
     "cnr_store.integrations.ray",
 }
 

@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 
 from cnr_store import BadInput, Snapshot, Store, TableOptions, verify_store
-from cnr_store.integrations import load_state_dict
+from cnr_store.integrations.checkpoints import load_checkpoint
 from cnr_store.transfer import exporting, importing
 from cnr_store.transfer.exporting import export_snapshot
 from cnr_store.transfer.importing import import_tensors, plan_import
@@ -276,14 +276,30 @@ def test_import_takes_nested_state_and_plain_values_from_a_torch_file(tmp_path: 
     }
     torch.save(state, tmp_path / "m.pt")
 
-    done = cnr("import", tmp_path / "s", tmp_path / "m.pt", "--create", "--table", "model.e*", "--json").document
+    done = cnr("import", tmp_path / "s", tmp_path / "m.pt", "--create", "--table", "e*", "--json").document
 
-    assert done["tables"] == ["model.emb"]
-    assert sorted(done["dense"]) == ["model.flag", "optimizer.state.0.step"]
+    assert done["tables"] == ["emb"]
+    assert sorted(done["dense"]) == ["flag", "optimizer.state.0.step"]
     assert done["ignored"] == ["bad"]
     with Store.open(str(tmp_path / "s")) as store:
         assert store.snapshot().scalars == {"optimizer.groups.0.lr": 0.5, "optimizer.groups.0.foreach": None}
-        assert store.snapshot().dense["model.flag"].dtype == "bool"
+        assert store.snapshot().dense["flag"].dtype == "bool"
+
+
+def test_import_lists_the_slots_that_a_training_file_gives(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(50, 4), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.Adagrad(model.parameters())
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "lr": {"x": 1}}, tmp_path / "m.pt")
+
+    done = cnr("import", tmp_path / "s", tmp_path / "m.pt", "--create", "--table", "0.*", "--extra", "lr")
+    refused = cnr("import", tmp_path / "s", tmp_path / "m.pt", "--extra", "rl")
+    wrong = cnr("import", tmp_path / "s", tmp_path / "m.pt", "--format", "dcp")
+
+    assert done.err == ""
+    assert "tables (1): 0.weight (slots: sum)" in done.out.splitlines()
+    assert [refused.code, wrong.code] == [4, 4]
+    with Store.open(str(tmp_path / "s")) as store:
+        assert store.snapshot().read_document("progress/0")["extras"] == {"lr": {"x": 1}}
 
 
 class _Evil:
@@ -442,7 +458,7 @@ def test_import_tensors_reports_progress(tmp_path: Path) -> None:
 def test_old_torch_files_load_too(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
 
-    assert load_state_dict(tmp_path / "old.pt").tensors.tensors["w"].values.tolist() == [1.0, 1.0]
+    assert load_checkpoint(tmp_path / "old.pt").tensors["w"].tolist() == [1.0, 1.0]
 
 
 def test_a_copy_reports_what_it_made_and_that_it_is_complete(store: Store, tmp_path: Path) -> None:

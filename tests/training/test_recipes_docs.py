@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -15,10 +19,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from cnr_store import Store
 from cnr_store.training import CheckpointManager, SavePolicy
 from tests.support.pages import DOCS, python_blocks, run_example
+from tests.tools.cli_runner import cnr
 
 RECIPES = python_blocks(DOCS / "recipes.md")
 SCHEDULER, METRICS, LOGGING, SIGTERM, NAMES, FENCED, SLOTS = RECIPES
-TORCH_SAVE, DCP, BACK = python_blocks(DOCS / "migrate.md")
+MIGRATE = DOCS / "migrate.md"
+TORCH_SAVE, DCP, THROUGH, BACK = python_blocks(MIGRATE)
+IMPORTS = re.findall(r"^    (cnr import .*)$", MIGRATE.read_text(), re.MULTILINE)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -92,25 +99,63 @@ def test_the_end_of_a_training_is_saved_and_named(training: dict[str, Any]) -> N
         assert store.snapshot(tag="before-the-change").step == store.snapshot(channel="serving").step == 100
 
 
-def test_a_file_of_torch_save_becomes_a_store_and_back(training: dict[str, Any]) -> None:
-    training["train_step"](torch.arange(4))
+def named(training: dict[str, Any]) -> None:
+    """Give the training a model whose table has the name that the page's patterns match."""
+    model = torch.nn.Sequential(OrderedDict(emb=torch.nn.EmbeddingBag(500, 8), top=torch.nn.Linear(8, 1)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    training |= {"model": model, "optimizer": optimizer}
+
+
+def train(training: dict[str, Any], batch: torch.Tensor) -> None:
+    training["optimizer"].zero_grad()
+    training["model"](batch[:, None]).square().sum().backward()
+    training["optimizer"].step()
+
+
+def import_and_resume(training: dict[str, Any], line: str, example: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run the page's lines in a new model; then both trainings are equal to the last bit."""
+    straight = dict(training)
+    done = cnr(*shlex.split(line)[1:])
+    assert (done.code, done.err) == (0, "")
+    named(training)
+
+    run_example(example, training)
+    assert capsys.readouterr().out == "goes on at step 7000\n"
+    for run in (straight, training):
+        train(run, torch.arange(2, 9))
+    training["manager"].close()
+
+    for name, tensor in straight["model"].state_dict().items():
+        assert torch.equal(training["model"].state_dict()[name], tensor)
+
+
+def test_a_file_of_torch_save_goes_on_and_back(training: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    named(training)
+    train(training, torch.arange(4))
     model, optimizer = training["model"], training["optimizer"]
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7000}, "old.pt")
-    expected = model.weight.detach().clone()
-    with torch.no_grad():
-        model.weight.zero_()
 
-    run_example(TORCH_SAVE, training)
-    training["manager"].close()
+    import_and_resume(training, IMPORTS[0], TORCH_SAVE, capsys)
     run_example(BACK, training)
 
-    torch.testing.assert_close(torch.load("back.pt")["model"]["weight"], expected, atol=0.02, rtol=0)
+    back = torch.load("back.pt", weights_only=True)
+    old = torch.load("old.pt", weights_only=True)
+    assert torch.equal(back["model"]["emb.weight"], old["model"]["emb.weight"])
+    assert torch.equal(back["optimizer"]["state"][0]["exp_avg"], old["optimizer"]["state"][0]["exp_avg"])
     with Store.open("run-1") as store:
-        assert store.steps() == [7000]
-        assert set(store.snapshot().tables["weight"].slots) == {"exp_avg", "exp_avg_sq"}
+        assert set(store.snapshot().tables["emb.weight"].slots) == {"exp_avg", "exp_avg_sq"}
 
 
-def test_a_dcp_checkpoint_becomes_a_store(training: dict[str, Any]) -> None:
+def test_a_folder_of_dcp_goes_on(training: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    named(training)
+    train(training, torch.arange(4))
+    weights, state = get_state_dict(training["model"], training["optimizer"])
+    dcp.save({"model": weights, "optimizer": state, "step": 7000}, checkpoint_id="old-dcp")
+
+    import_and_resume(training, IMPORTS[1], DCP, capsys)
+
+
+def test_a_checkpoint_is_moved_through_the_model(training: dict[str, Any]) -> None:
     training["train_step"](torch.arange(4))
     model, optimizer = training["model"], training["optimizer"]
     weights, state = get_state_dict(model, optimizer)
@@ -119,12 +164,21 @@ def test_a_dcp_checkpoint_becomes_a_store(training: dict[str, Any]) -> None:
     with torch.no_grad():
         model.weight.zero_()
 
-    run_example(DCP, training)
+    run_example(THROUGH, training)
     training["manager"].close()
 
     assert torch.equal(model.weight, expected)
-    with Store.open("run-1") as store:
+    with Store.open("run-3") as store:
         assert set(store.snapshot().tables["weight"].slots) == {"exp_avg", "exp_avg_sq"}
+
+
+def test_weights_of_safetensors_are_imported(training: dict[str, Any]) -> None:
+    safetensors.torch.save_file({"emb.weight": torch.ones(1000, 4)}, "model.safetensors")
+
+    assert cnr(*shlex.split(IMPORTS[2])[1:]).code == 0
+
+    with Store.open("run-4") as store:
+        assert list(store.snapshot().tables) == ["emb.weight"]
 
 
 def test_an_on_save_that_raises_does_not_stop_the_training(

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from cnr_store import Store, TableOptions
 from cnr_store.errors import BadInput
 from cnr_store.integrations.dcp import CnrStorageReader, CnrStorageWriter
+from cnr_store.integrations.dcp.folder import load_dcp
 from cnr_store_gpu import RowTracker
 
 ROWS = 1101
@@ -131,6 +132,26 @@ def rows_are_saved_and_loaded_as_rows_columns_and_copies(place: Place) -> None:
         plain = {name: torch.zeros_like(one) for name, one in whole_state().items()}
         dcp.load(plain, storage_reader=CnrStorageReader(stored))
         assert_whole(plain, whole_state())
+
+
+@scenario
+def folders_of_dcp_itself_are_read_whole(place: Place) -> None:
+    mesh = line_of(place)
+    for name, placement in (
+        ("own-rows", by_dimension(0)),
+        ("own-columns", by_dimension(1)),
+        ("own-copies", replicated),
+    ):
+        folder = place.store(name)
+        state = {"nested": [spread(whole_state(), mesh, placement)], "step": 3}
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
+        dist.barrier()
+
+        found = load_dcp(folder)
+
+        assert found["step"] == 3
+        assert_whole(found["nested"][0], whole_state())
+        assert all(one.dtype == whole_state()[key].dtype for key, one in found["nested"][0].items())
 
 
 @scenario

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,6 +11,7 @@ import typer
 
 from cnr_store import (
     BadInput,
+    ImportReport,
     NotFound,
     Store,
     StoreCopyReport,
@@ -19,7 +21,7 @@ from cnr_store import (
     import_tensors,
 )
 from cnr_store.errors import NotAStore
-from cnr_store.integrations import load_state_dict
+from cnr_store_tools.exits import need
 from cnr_store_tools.options import (
     Branch,
     Channel,
@@ -42,7 +44,7 @@ from cnr_store_tools.render import export_parts
 from cnr_store_tools.text import count_text, size_text, time_text
 
 ExportFormat = Literal["safetensors", "parquet", "npy"]
-ImportFormat = Literal["safetensors", "parquet", "npy", "torch"]
+ImportFormat = Literal["safetensors", "parquet", "npy", "torch", "dcp"]
 Bandwidth = Annotated[
     str | None, typer.Option("--bandwidth", metavar="SIZE", help="Maximum bytes per second to copy: 200MiB.")
 ]
@@ -88,14 +90,17 @@ def import_(
     path: Annotated[
         Path,
         typer.Argument(
-            help="A safetensors file, a folder of an earlier export (Parquet, npy), or a file of torch.save (loaded "
-            "as weights only)."
+            help="A safetensors file, a folder of an earlier export (Parquet, npy), a file of torch.save, or a folder "
+            "of torch.distributed.checkpoint (both without pickle)."
         ),
     ],
     format: Annotated[  # noqa: A002 - the option's name
         ImportFormat | None,
         typer.Option(
-            "--format", "-f", help="Default: a folder is an export; else by the suffix of PATH, safetensors or torch."
+            "--format",
+            "-f",
+            help="Default: a folder with a .metadata is of DCP, another is an export; a file is safetensors by its "
+            "suffix, else of torch.",
         ),
     ] = None,
     table: Annotated[
@@ -104,10 +109,23 @@ def import_(
             "--table",
             "-t",
             help="A tensor that is a table, or a pattern (*, ?); may be repeated. Default: the description of an "
-            "earlier export, or matrices of at least 1,000 rows.",
+            "earlier export, or matrices of at least 1,000 rows. For a training to go on: its embeddings.",
         ),
     ] = None,
     step: Annotated[int | None, typer.Option("--step", help="Training step; default the file's step, or 0.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="torch, dcp: the entry with the model's tensors, if several have some."),
+    ] = None,
+    extra: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--extra", help="torch, dcp: an entry that a manager has in extras= (scheduler); may be repeated."
+        ),
+    ] = None,
+    reader: Annotated[
+        str | None, typer.Option("--reader", help="torch, dcp: the entry with the state of the data loader.")
+    ] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Keep every bit of tables and slots.")] = False,
     bits: Annotated[
         int | None, typer.Option("--bits", help="As exact as Check-N-Run rows of 2, 3, 4 or 8 bits; default 8.")
@@ -122,29 +140,47 @@ def import_(
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Commit the tensors of a file as a baseline. Fences a writer that is open elsewhere."""
+    """Commit the tensors of a file as a baseline. Fences a writer that is open elsewhere.
+
+    Optimizer state in a file of torch.save or DCP is stored with the tables that it belongs to: a CheckpointManager
+    resumes the training, with --exact to the last bit.
+    """
     options = _table_options(exact, bits, max_error)
-    is_torch = format == "torch" or (format is None and path.suffix != ".safetensors" and not path.is_dir())
-    source = load_state_dict(path) if is_torch else None
-    if source is None and not path.exists():
+    if not path.exists():
         raise NotFound(f"there is no file {path}", path=str(path))
+    chosen = format or _import_format(path)
+    if path.is_dir() != (chosen in ("parquet", "npy", "dcp")):
+        raise BadInput(f"{path} is a {'folder' if path.is_dir() else 'file'}, which format {chosen} is not")
+    save: Callable[..., ImportReport] = partial(import_tensors, source=path)
+    if chosen in ("torch", "dcp"):
+        need("torch")
+        from cnr_store.integrations.checkpoints import import_checkpoint, load_checkpoint
+
+        save = partial(import_checkpoint, source=load_checkpoint(path, model=model, extras=extra or (), reader=reader))
+    elif model or extra or reader:
+        raise BadInput("--model, --extra and --reader are for files of torch.save and for folders of DCP")
     with _open_or_create(url, storage_option, create=create) as store, progress_bars() as progress:
-        report = import_tensors(
-            store, path if source is None else source.tensors, step=step, tables=table, options=options,
-            scalars=None if source is None else source.scalars, replace=replace, progress=partial(progress, "import"),
-        )  # fmt: skip
-    names = {
-        "tables": report.tables, "dense": report.dense, "dropped": report.dropped,
-        "ignored": () if source is None else source.ignored,
-    }  # fmt: skip
-    committed = f"committed version {report.version} (baseline, step {report.step}), {size_text(report.size_bytes)}"
-    listed = (
-        f"{key} ({len(found)}): {', '.join(found[:20])}{', ...' if len(found) > 20 else ''}"
-        for key, found in names.items()
-        if found
-    )
-    document = {"url": store.url, **to_document(report), "ignored": names["ignored"]}
-    emit(document, (f"{store.url}: {committed}", *listed), as_json=json)
+        report = save(
+            store, step=step, tables=table, options=options, replace=replace, progress=partial(progress, "import")
+        )
+    emit({"url": store.url, **to_document(report)}, _import_parts(store.url, report), as_json=json)
+
+
+def _import_format(path: Path) -> ImportFormat:
+    if path.is_dir():
+        return "dcp" if (path / ".metadata").is_file() else "npy"  # which of the two exports it is, its index tells
+    return "safetensors" if path.suffix == ".safetensors" else "torch"
+
+
+def _import_parts(url: str, report: ImportReport) -> Iterator[str]:
+    yield f"{url}: committed version {report.version} (baseline, step {report.step}), {size_text(report.size_bytes)}"
+    tables = [
+        f"{name} (slots: {', '.join(report.slots[name])})" if name in report.slots else name for name in report.tables
+    ]
+    names = {"tables": tables, "dense": report.dense, "dropped": report.dropped, "ignored": report.ignored}
+    for key, found in names.items():
+        if found:
+            yield f"{key} ({len(found)}): {', '.join(found[:20])}{', ...' if len(found) > 20 else ''}"
 
 
 def _open_or_create(url: str, storage_option: list[str] | None, *, create: bool) -> Store:
