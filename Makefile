@@ -45,7 +45,7 @@ demo: $(VENV)/.stamp
 	$(BIN)/cnr demo $(DEMO_ARGS)
 
 serve-demo: $(VENV)/.stamp
-	$(BIN)/cnr serve-demo $(DEMO_ARGS)
+	$(BIN)/python -m tests.serving.soak $(DEMO_ARGS)
 
 check: $(VENV)/.stamp
 	$(BIN)/ruff check

@@ -58,7 +58,6 @@ app.command()(maintenance.gc)
 app.command("maintain")(maintenance.maintain_)
 app.command()(maintenance.metrics)
 app.command()(demonstration.demo)
-app.command()(demonstration.serve_demo)
 app.command()(stores.version)
 
 

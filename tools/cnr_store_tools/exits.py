@@ -42,7 +42,7 @@ class ExitCode(IntEnum):
     OK = 0
     """Done."""
     PROBLEMS = 1
-    """``verify`` or ``serve-demo`` found problems, or ``repair`` has something to do."""
+    """``verify`` found problems, or ``repair`` has something to do."""
     USAGE = 2
     """The arguments are not a valid command."""
     NOT_FOUND = 3

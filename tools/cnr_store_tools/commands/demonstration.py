@@ -1,4 +1,4 @@
-"""Demonstrations on a small model: demo, serve-demo."""
+"""The demonstration on a small model: demo."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from cnr_store import BadInput
-from cnr_store_tools.exits import ExitCode, need
+from cnr_store_tools.exits import need
 from cnr_store_tools.options import Json, check_bits
 from cnr_store_tools.output import Part, emit, table, to_document
 from cnr_store_tools.text import duration_text, one_line, size_text
 
-if TYPE_CHECKING:  # with torch and pyarrow, which are slow to import
+if TYPE_CHECKING:  # with torch, which is slow to import
     from cnr_store_tools.demo.run import DemoReport
-    from cnr_store_tools.serve_demo.report import ServeReport, Spread
 
 DEFAULT_BITS = 4
 
@@ -80,60 +79,6 @@ def demo_parts(report: DemoReport) -> Iterator[Part]:
     yield f"  cnr export {options.store} weights.safetensors"
     if not options.is_exact:
         yield "  cnr demo --exact          the same, with a difference of exactly zero"
-
-
-def serve_demo(
-    seconds: Annotated[float, typer.Option("--seconds", help="Seconds that all processes run together.")] = 60.0,
-    store: Annotated[str, typer.Option("--store", help="Where to write the store.")] = "./serve-demo-store",
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Random seed of traffic, model and kills.")] = 0,
-    kills: Annotated[int, typer.Option("--kills", min=0, help="Number of kills; each process is restarted.")] = 10,
-    rows: Annotated[int, typer.Option("--rows", help="Total rows of all tables.")] = 100_000,
-    force: Annotated[bool, typer.Option("--force", help="Replace a store that is not from a demo.")] = False,
-    json: Json = False,
-) -> None:
-    """Train, compact, serve and learn on one store while processes are killed. Exit code 1 if a check fails."""
-    need("torch")
-    from cnr_store_tools.serve_demo.report import ServeOptions
-    from cnr_store_tools.serve_demo.run import run_serve_demo
-
-    options = ServeOptions(store=store, seconds=seconds, seed=seed, kills=kills, rows=rows, force=force)
-    report = run_serve_demo(options, _silent if json else _print_line)
-    emit({"is_sound": not report.problems, **to_document(report)}, serve_demo_parts(report), as_json=json)
-    if report.problems:
-        raise typer.Exit(ExitCode.PROBLEMS)
-
-
-def serve_demo_parts(report: ServeReport) -> Iterator[Part]:
-    """Yield the figures and the result."""
-    figures = {
-        "versions saved": f"{report.versions}, {report.steps:,} steps",
-        "acknowledged saves, lost": f"{report.acknowledged}, {report.lost}",
-        "compactions": f"{report.compactions}, {size_text(report.deleted_bytes)} deleted",
-        "lookups, torn, repeated": f"{report.lookups:,}, {report.torn}, {report.retries:,}",
-        "publish to served": spread_text(report.publish_to_served_s),
-        "staleness": spread_text(report.staleness_s),
-        "apply": spread_text(report.apply_s),
-        "rows compared, different": f"{report.compared_rows:,}, {report.different_rows}",
-        "polls that failed": report.failed_polls,
-        "change stream": f"{report.learned_rows:,} rows, {report.warm_starts} starts from a snapshot, "
-        f"{report.resumes} from its cursor",
-    }
-    options = report.options
-    yield table("processes", report.processes, ("name", "starts", "kills", "crashes"))
-    title = f"{options.rows:,} rows, {options.seconds:.0f} s together, seed {options.seed}"
-    yield table(title, [{"figure": name, "value": value} for name, value in figures.items()], ("figure", "value"))
-    yield table("copies against the last snapshot", report.copies, ("name", "version", "rows", "different_rows"))
-    yield from (f"problem: {problem}" for problem in report.problems)
-    if not report.problems:
-        yield "nothing torn, nothing lost, every copy equal bit for bit, and every process made progress"
-    yield f"the store is kept at {options.store}: cnr log {options.store}, cnr show {options.store}"
-
-
-def spread_text(spread: Spread) -> str:
-    """Return the median, the 99th percentile and the number of values as text."""
-    if not spread.count:
-        return "-"
-    return f"p50 {duration_text(spread.p50)}, p99 {duration_text(spread.p99)} ({spread.count:,})"
 
 
 def _print_line(line: str) -> None:

@@ -1,4 +1,4 @@
-"""`cnr serve-demo`: processes that follow one store while they are killed, and what would be noticed."""
+"""The serving soak: processes that follow one store while they are killed, and the problems that it would report."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from cnr_store import BadInput, CnrStoreError, Store
 from cnr_store.errors import StoreExists
-from cnr_store_tools.commands.demonstration import serve_demo_parts
 from cnr_store_tools.demo.processes import Event, WorkerProcess
-from cnr_store_tools.output import emit, to_document
-from cnr_store_tools.serve_demo import report as figures
-from cnr_store_tools.serve_demo.report import (
+from cnr_store_tools.output import emit
+from tests.serving.soak import report as figures
+from tests.serving.soak.__main__ import report_parts
+from tests.serving.soak.report import (
     INFERENCE,
     MAINTENANCE,
     NAMES,
@@ -35,13 +35,12 @@ from cnr_store_tools.serve_demo.report import (
     ServeReport,
     Spread,
 )
-from cnr_store_tools.serve_demo.run import plan_kills, run_serve_demo
-from cnr_store_tools.serve_demo.witness import GARBLED, MAX_STEP, read_steps, witness_row
-from tests.tools.cli_runner import cnr
+from tests.serving.soak.run import plan_kills, run_soak
+from tests.serving.soak.witness import GARBLED, MAX_STEP, read_steps, witness_row
 
 DIM = 16
 
-# ---- the whole of it
+# ---- whole runs
 
 
 def checked(report: ServeReport) -> ServeReport:
@@ -62,9 +61,7 @@ def checked(report: ServeReport) -> ServeReport:
 def test_a_short_demonstration_with_kills_tears_and_loses_nothing(tmp_path: Path) -> None:
     before = children()
 
-    report = checked(
-        run_serve_demo(ServeOptions(store=str(tmp_path / "store"), seconds=4, kills=3, rows=5_000, seed=3))
-    )
+    report = checked(run_soak(ServeOptions(store=str(tmp_path / "store"), seconds=4, kills=3, rows=5_000, seed=3)))
 
     assert report.versions >= 2
     assert report.publish_to_served_s.count > 0
@@ -74,7 +71,7 @@ def test_a_short_demonstration_with_kills_tears_and_loses_nothing(tmp_path: Path
 
 @pytest.mark.soak
 def test_a_minute_in_which_every_process_is_killed_more_than_once(tmp_path: Path) -> None:
-    report = checked(run_serve_demo(ServeOptions(store=str(tmp_path / "store"), seconds=60, kills=12)))
+    report = checked(run_soak(ServeOptions(store=str(tmp_path / "store"), seconds=60, kills=12)))
 
     assert report.compactions > 3
     assert report.deleted_bytes > 0
@@ -86,15 +83,15 @@ def children() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
-# ---- what is asked for
+# ---- options
 
 
-def test_numbers_that_make_no_demo_are_refused_before_a_store_is_made(tmp_path: Path) -> None:
+def test_invalid_options_are_refused_before_a_store_is_made(tmp_path: Path) -> None:
     options = ServeOptions(store=str(tmp_path / "store"))
 
     for bad in (replace(options, seconds=0), replace(options, kills=-1), replace(options, rows=10)):
         with pytest.raises(BadInput):
-            run_serve_demo(bad)
+            run_soak(bad)
 
     assert not (tmp_path / "store").exists()
 
@@ -103,20 +100,10 @@ def test_a_store_that_no_demonstration_left_is_not_replaced(tmp_path: Path) -> N
     Store.create(str(tmp_path / "store")).close()
 
     with pytest.raises(StoreExists, match="--force"):
-        run_serve_demo(ServeOptions(store=str(tmp_path / "store")))
+        run_soak(ServeOptions(store=str(tmp_path / "store")))
 
 
-def test_the_command_names_its_options_and_refuses_what_it_cannot_do(tmp_path: Path) -> None:
-    text = cnr("serve-demo", "--help").out
-
-    assert all(
-        option in text for option in ("--seconds", "--store", "--seed", "--kills", "--rows", "--force", "--json")
-    )
-    assert cnr("serve-demo", "--store", tmp_path / "store", "--rows", 1).code == 4
-    assert cnr("serve-demo", "--store", tmp_path / "store", "--kills", -1).code == 2
-
-
-# ---- when who is killed
+# ---- the plan of kills
 
 
 @given(st.integers(0, 40), st.integers(0, 2**31), st.floats(1, 1000))
@@ -132,11 +119,11 @@ def test_kills_are_spread_evenly_over_processes_and_lie_inside_the_run(kills: in
     assert plan == plan_kills(kills=kills, seconds=seconds, seed=seed)
 
 
-# ---- rows that say their step
+# ---- witness rows
 
 
 @given(st.integers(0, MAX_STEP), st.integers(5, 40))
-def test_a_witness_says_its_step_however_it_was_rounded(step: int, dim: int) -> None:
+def test_a_witness_gives_its_step_after_any_rounding(step: int, dim: int) -> None:
     row = witness_row(step, dim)
     noise = np.random.default_rng(step).uniform(-0.004, 0.004, dim).astype(np.float32)
 
@@ -153,7 +140,7 @@ def test_a_row_of_two_steps_never_passes_for_either(one: int, other: int, cut: i
     assert (found in (one, other)) == any(same)
 
 
-def test_what_is_no_digit_is_garbled() -> None:
+def test_a_value_that_is_no_digit_is_garbled() -> None:
     rows = np.stack([witness_row(9, DIM)] * 4)
     rows[0, 3] += 0.5 / 32
     rows[1, 3] = math.nan
@@ -166,19 +153,19 @@ def test_what_is_no_digit_is_garbled() -> None:
 # ---- processes
 
 
-MAINTAINING = "cnr_store_tools.serve_demo.maintaining"
+MAINTAINING = "tests.serving.soak.maintaining"
 
 
 def maintenance(name: str, store: Path) -> WorkerProcess:
     return WorkerProcess(name, {"module": MAINTAINING, "store": str(store)})
 
 
-def test_what_a_process_tells_just_before_it_ends_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_event_just_before_the_end_of_a_process_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     process = WorkerProcess("brief", {})
     process.starts = 1
 
     def has_ended() -> bool:
-        """It tells its event, and ends, between two looks."""
+        """Between two looks the process reports its event and ends."""
         process.events.append(Event(0, "finished", {"step": 3}))
         return True
 
@@ -187,7 +174,7 @@ def test_what_a_process_tells_just_before_it_ends_is_not_missed(monkeypatch: pyt
     assert process.wait_for("finished", 60) == {"step": 3}
 
 
-def test_a_killed_process_is_told_from_one_that_ended_by_itself(tmp_path: Path) -> None:
+def test_a_kill_is_not_counted_as_a_crash(tmp_path: Path) -> None:
     Store.create(str(tmp_path / "store")).close()
     process = maintenance("killed", tmp_path / "store")
 
@@ -206,7 +193,7 @@ def test_a_killed_process_is_told_from_one_that_ended_by_itself(tmp_path: Path) 
     assert not process.kill()
 
 
-def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
+def test_a_failed_process_reports_its_error(tmp_path: Path) -> None:
     process = maintenance("lost", tmp_path / "nothing")
 
     process.start()
@@ -243,7 +230,7 @@ def test_a_process_ends_when_its_starter_is_killed(tmp_path: Path) -> None:
     assert gone == [orphan]
 
 
-# ---- figures and verdict
+# ---- figures and problems
 
 
 LOG = (
@@ -261,20 +248,20 @@ def seen(life: int, version: int, at_ms: float) -> Event:
 
 
 def test_publish_to_served_counts_each_save_once_and_none_from_before() -> None:
-    heard = [
+    events_given = [
         Event(0, "ready", {"version": 2}), seen(0, 2, 1_900), seen(0, 3, 2_200), seen(0, 4, 2_600), seen(0, 6, 4_100),
         Event(1, "ready", {"version": 5}), seen(1, 5, 9_000), seen(1, 6, 9_500),
     ]  # fmt: skip
 
-    found = figures.publish_to_served(SAVED, heard)
+    found = figures.publish_to_served(SAVED, events_given)
 
     assert found == pytest.approx([0.2, 1.1, 0.1, 5.5])
 
 
-def test_a_first_lookup_that_is_told_before_ready_begins_the_life() -> None:
-    heard = [seen(0, 3, 2_200), Event(0, "ready", {"version": 3}), seen(0, 5, 3_300)]
+def test_a_first_lookup_that_is_reported_before_ready_begins_the_life() -> None:
+    events_given = [seen(0, 3, 2_200), Event(0, "ready", {"version": 3}), seen(0, 5, 3_300)]
 
-    assert figures.publish_to_served(SAVED, heard) == pytest.approx([0.3])
+    assert figures.publish_to_served(SAVED, events_given) == pytest.approx([0.3])
 
 
 def test_staleness_is_the_age_of_the_oldest_save_that_is_not_served() -> None:
@@ -290,7 +277,7 @@ def saved(version: int, step: int, life: int = 0) -> Event:
 
 
 @pytest.mark.parametrize(
-    ("heard", "lost"),
+    ("events_given", "lost"),
     [
         ([saved(3, 10), saved(5, 20)], 0),
         ([saved(3, 10), Event(1, "restored", {"version": 3, "step": 10}), saved(5, 20, 1)], 0),
@@ -299,17 +286,17 @@ def saved(version: int, step: int, life: int = 0) -> Event:
         ([saved(3, 11)], 1),
     ],
 )
-def test_what_was_acknowledged_and_is_not_there_is_lost(heard: list[Event], lost: int) -> None:
-    assert figures.lost_saves(SAVED, heard) == lost
+def test_an_acknowledged_save_that_is_not_in_the_log_is_lost(events_given: list[Event], lost: int) -> None:
+    assert figures.lost_saves(SAVED, events_given) == lost
 
 
-def test_a_spread_of_nothing_is_not_zero() -> None:
+def test_a_spread_without_values_is_not_zero() -> None:
     assert math.isnan(figures.spread_of([]).p50)
     assert figures.spread_of(range(101)) == Spread(101, 50.0, 99.0)
 
 
-def good_world() -> dict[str, list[Event]]:
-    """What processes tell when all is well."""
+def good_events() -> dict[str, list[Event]]:
+    """The events of processes without a problem."""
     tick = {"lookups": 10, "retries": 1, "version": 3, "at_ms": 3_250}
     applied = {"version": 3, "seconds": 0.01, "at_ms": 2_100}
     served = [
@@ -329,27 +316,27 @@ def good_world() -> dict[str, list[Event]]:
     }  # fmt: skip
 
 
-def report_of(world: dict[str, list[Event]], crashed: str | None = None, since_ms: float = 0.0) -> ServeReport:
-    """The report of a world that is given, as the demonstration would make it."""
+def report_of(events: dict[str, list[Event]], crashed: str | None = None, since_ms: float = 0.0) -> ServeReport:
+    """The report of given events, as the soak would make it."""
     processes = {name: WorkerProcess(name, {}) for name in NAMES}
     for name, process in processes.items():
-        process.events = world[name]
+        process.events = events[name]
         process.starts, process.kills = 2, 1
     if crashed is not None:
         processes[crashed].crashes.append("code 1")
     return figures.make_report(ServeOptions(kills=5), LOG, processes, seconds=60.0, since_ms=since_ms, last_version=6)
 
 
-def test_a_world_in_which_all_is_well_has_no_problem() -> None:
-    report = report_of(good_world())
+def test_events_without_a_problem_give_none() -> None:
+    report = report_of(good_events())
 
     assert report.problems == ()
     assert (report.versions, report.compactions, report.steps, report.lookups) == (4, 1, 30, 20)
     assert report.publish_to_served_s.count == 2
 
 
-def test_times_are_of_the_run_and_counts_of_everything() -> None:
-    report = report_of(good_world(), since_ms=2_200)
+def test_times_cover_the_run_and_counts_cover_everything() -> None:
+    report = report_of(good_events(), since_ms=2_200)
 
     assert report.publish_to_served_s.count == report.apply_s.count == 0
     assert (report.staleness_s.count, report.lookups) == (2, 20)
@@ -362,16 +349,18 @@ def test_counts_of_a_life_that_was_killed_are_kept() -> None:
     assert figures.counted(process, "lookups") == 13
 
 
-def change(world: dict[str, list[Event]], name: str, event: str, **facts: object) -> None:
-    world[name] = [Event(one.life, event, {**one.facts, **facts}) if one.name == event else one for one in world[name]]
+def change(events: dict[str, list[Event]], name: str, event: str, **facts: object) -> None:
+    events[name] = [
+        Event(one.life, event, {**one.facts, **facts}) if one.name == event else one for one in events[name]
+    ]
 
 
-def test_whatever_goes_wrong_is_named() -> None:
-    worlds: list[tuple[str, dict[str, list[Event]]]] = []
+def test_each_problem_is_reported() -> None:
+    cases: list[tuple[str, dict[str, list[Event]]]] = []
 
     def broken(words: str) -> dict[str, list[Event]]:
-        worlds.append((words, good_world()))
-        return worlds[-1][1]
+        cases.append((words, good_events()))
+        return cases[-1][1]
 
     broken("of 20 lookups are torn")[INFERENCE[1]].append(Event(0, "torn", {"version": 5, "found": "x"}))
     torn = Event(0, "torn", {"version": 5, "found": "shows steps [1, 2]"})
@@ -387,23 +376,23 @@ def test_whatever_goes_wrong_is_named() -> None:
     change(broken("maintenance: disk full"), MAINTENANCE, "maintained", error="disk full")
     broken("acknowledged saves are lost")[TRAINER].append(saved(9, 90))
 
-    for words, world in worlds:
-        assert any(words in problem for problem in report_of(world).problems), words
-    assert "trainer ended by itself: code 1" in report_of(good_world(), crashed=TRAINER).problems
+    for words, events in cases:
+        assert any(words in problem for problem in report_of(events).problems), words
+    assert "trainer ended by itself: code 1" in report_of(good_events(), crashed=TRAINER).problems
 
 
-# ---- what is shown
+# ---- the printed report
 
 
-def test_the_report_shows_every_figure_and_its_document_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_shows_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
     report = replace(
-        report_of(good_world()), versions=60, steps=1_800, compactions=9, deleted_bytes=1 << 20, lookups=123_456,
+        report_of(good_events()), versions=60, steps=1_800, compactions=9, deleted_bytes=1 << 20, lookups=123_456,
         retries=17, learned_rows=250_000, publish_to_served_s=Spread(110, 0.31, 0.62), apply_s=Spread(88, 0.012, 0.04),
         staleness_s=figures.spread_of([]), copies=(CopyReport(ONLINE, 99, 100_096, 2),),
         problems=("something is [odd]",),
     )  # fmt: skip
 
-    emit({}, serve_demo_parts(report), as_json=False)
+    emit({}, report_parts(report), as_json=False)
 
     text = capsys.readouterr().out
     for words in (
@@ -411,4 +400,3 @@ def test_the_report_shows_every_figure_and_its_document_is_json(capsys: pytest.C
         "9, 1.00 MiB deleted", "250,000 rows", "100096", "something is [odd]", "trainer",
     ):  # fmt: skip
         assert words in text, words
-    assert to_document(report)["staleness_s"] == {"count": 0, "p50": None, "p99": None}

@@ -16,7 +16,7 @@ from cnr_store_tools.demo.traffic import TrafficConfig, generate_clicks
 from cnr_store_tools.demo.train import make_optimizers, train_step
 from cnr_store_tools.demo.trainer import report_saves
 from cnr_store_tools.demo.worker import Channel
-from cnr_store_tools.serve_demo.witness import DIM, NUM_WITNESSES, SHARES, make_tables, witness_row
+from tests.serving.soak.witness import DIM, NUM_WITNESSES, SHARES, make_tables, witness_row
 
 PAUSE_S = 0.03
 """Pause between two steps, because five processes may share two cores."""

@@ -15,7 +15,7 @@ from cnr_store import NotFound, Store
 from cnr_store.errors import MissingObject
 from cnr_store.serving import AttachedTables, Loader, LoaderOptions, LookupBatch
 from cnr_store_tools.demo.worker import Channel
-from cnr_store_tools.serve_demo.witness import NUM_WITNESSES, different_rows, make_tables, read_steps
+from tests.serving.soak.witness import NUM_WITNESSES, different_rows, make_tables, read_steps
 
 LOOKUP_ROWS = 256
 LOOKUP_WITNESSES = 4

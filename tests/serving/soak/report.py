@@ -1,4 +1,4 @@
-"""Computes figures and problems of a serving demonstration from its events and the log. No I/O."""
+"""Computes figures and problems of the serving soak from its events and the log. No I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cnr_store_tools.demo.processes import Event, WorkerProcess
-from cnr_store_tools.serve_demo.maintaining import POLICY
+from tests.serving.soak.maintaining import POLICY
 
 TRAINER, MAINTENANCE, ONLINE = "trainer", "maintenance", "online training"
 INFERENCE = ("inference 1", "inference 2")
@@ -23,14 +23,13 @@ MAX_EXAMPLES = 3
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """The options; ``cnr serve-demo --help`` explains each."""
+    """The options; ``python -m tests.serving.soak --help`` explains each."""
 
-    store: str = "./serve-demo-store"
+    store: str = "./soak-store"
     seconds: float = 60.0
     seed: int = 0
     kills: int = 10
     rows: int = 100_000
-    force: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class CopyReport:
 
 @dataclass(frozen=True, slots=True)
 class ServeReport:
-    """The result of a serving demonstration.
+    """The result of a serving soak.
 
     Attributes
     ----------

@@ -23,8 +23,8 @@ from cnr_store.errors import CursorExpired
 from cnr_store_tools.demo.batches import ClickBatch
 from cnr_store_tools.demo.model import SmallDLRM
 from cnr_store_tools.demo.worker import Channel
-from cnr_store_tools.serve_demo.saving import make_batches, make_model, repeated
-from cnr_store_tools.serve_demo.witness import different_rows, make_tables
+from tests.serving.soak.saving import make_batches, make_model, repeated
+from tests.serving.soak.witness import different_rows, make_tables
 
 PAUSE_S = 0.05
 KEEP_EVERY_S = 1.0

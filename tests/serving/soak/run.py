@@ -1,4 +1,4 @@
-"""The serving demonstration: starts all processes on one store, kills and restarts them, and compares copies."""
+"""The serving soak: starts all processes on one store, kills and restarts them, and compares copies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from cnr_store import BadInput, CnrStoreError, Store
 from cnr_store_tools.demo.processes import WorkerProcess
 from cnr_store_tools.demo.run import make_store
-from cnr_store_tools.serve_demo.report import (
+from tests.serving.soak.report import (
     INFERENCE,
     MAINTENANCE,
     NAMES,
@@ -33,7 +33,7 @@ POLL_INTERVAL_S = 0.5
 """The default of the loader; publish-to-served includes it."""
 
 TICK_S = 0.1
-TELL_EVERY_S = 5.0
+REPORT_EVERY_S = 5.0
 MAX_CRASHES = 5
 """Maximum number of times that a process may end by itself."""
 
@@ -65,8 +65,8 @@ def plan_kills(*, kills: int, seconds: float, seed: int) -> list[tuple[float, st
     return list(zip(times, order[:kills], strict=True))
 
 
-def run_serve_demo(options: ServeOptions, print_line: PrintLine = lambda _: None) -> ServeReport:
-    """Run the demonstration and return its result; blocks for ``seconds`` plus start and end.
+def run_soak(options: ServeOptions, print_line: PrintLine = lambda _: None) -> ServeReport:
+    """Run the soak and return its result; blocks for ``seconds`` plus start and end.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ def run_serve_demo(options: ServeOptions, print_line: PrintLine = lambda _: None
     BadInput
         Invalid options.
     StoreExists
-        There is a store that is not from a demonstration, and ``force`` is not set.
+        There is a store that is not from a demonstration.
     CnrStoreError
         A process did not become ready, or ended by itself too often.
     """
@@ -88,13 +88,13 @@ def run_serve_demo(options: ServeOptions, print_line: PrintLine = lambda _: None
             f"{options.kills} and {options.rows}"
         )
     with (
-        make_store(options.store, force=options.force) as store,
-        tempfile.TemporaryDirectory(prefix="cnr-serve-demo-") as folder,
+        make_store(options.store, force=False) as store,
+        tempfile.TemporaryDirectory(prefix="cnr-soak-") as folder,
     ):
-        return _ServeDemo(options, store, print_line, folder).run()
+        return _Soak(options, store, print_line, folder).run()
 
 
-class _ServeDemo:
+class _Soak:
     """One run: its processes, and the log as it was last read."""
 
     def __init__(self, options: ServeOptions, store: Store, print_line: PrintLine, folder: str) -> None:
@@ -131,7 +131,7 @@ class _ServeDemo:
             self._processes[name].wait_for("applied", READY_S)
 
     def _run_and_kill(self, started: float) -> None:
-        options, tell_at_s = self._options, 0.0
+        options, report_at_s = self._options, 0.0
         kills = plan_kills(kills=options.kills, seconds=options.seconds, seed=options.seed)
         while (elapsed_s := time.monotonic() - started) < options.seconds:
             while kills and kills[0][0] <= elapsed_s:
@@ -140,14 +140,14 @@ class _ServeDemo:
                     self._print_line(f"{elapsed_s:.1f} s: {process.name} killed, started again")
                     process.start()
             self._restart_ended()
-            if elapsed_s >= tell_at_s:
+            if elapsed_s >= report_at_s:
                 self._read_log()
                 report = make_report(options, self._log, self._processes)
                 self._print_line(
                     f"{elapsed_s:.0f} of {options.seconds:.0f} s: {report.versions} versions, {report.compactions} "
                     f"compactions, {report.lookups:,} lookups, {report.torn} torn"
                 )
-                tell_at_s = elapsed_s + TELL_EVERY_S
+                report_at_s = elapsed_s + REPORT_EVERY_S
             time.sleep(TICK_S)
 
     def _restart_ended(self) -> None:
@@ -191,7 +191,7 @@ def _task(options: ServeOptions, name: str, folder: str) -> Mapping[str, Any]:
     # Short runs save more often, so that there are versions to follow.
     save_every_s = 1.0 if options.seconds >= LONG_RUN_S else 0.4
     return {
-        "module": f"cnr_store_tools.serve_demo.{MODULES[name]}", "store": options.store, "rows": options.rows,
+        "module": f"tests.serving.soak.{MODULES[name]}", "store": options.store, "rows": options.rows,
         "seed": options.seed, "index": NAMES.index(name), "save_every_s": save_every_s,
         "poll_interval_s": POLL_INTERVAL_S, "folder": folder,
         "shared": str(Path(folder, "shared")) if name == INFERENCE[1] else None,
