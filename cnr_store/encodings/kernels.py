@@ -132,7 +132,7 @@ def lattice_delta(values, rows, mirror, row_base, scale, multipliers, out, flags
 
     Parameters
     ----------
-    values : float32 (n, d), the touched rows
+    values : float32 (n, d), the touched rows; or their codes, int16 or int32 (n, d), with scale 1
     rows : int64 (n,), their global row ids
     mirror : int16 or int32 (N, d), codes of rows ``row_base .. row_base + N``
     row_base : int
@@ -171,56 +171,6 @@ def lattice_delta(values, rows, mirror, row_base, scale, multipliers, out, flags
                 inside = abs(t) <= _LIMIT
                 bad |= np.int32(0) if inside else np.int32(1)
                 code = np.int32(t) if inside else np.int32(0)
-                difference = np.int32(code - np.int32(mirror[index, j]))
-                row_code = max(row_code, np.int32(abs(code)))
-                row_difference = max(row_difference, np.int32(abs(difference)))
-                moved |= difference
-                change += multipliers[j] * np.uint64(np.int64(difference))
-                out[i, j] = difference
-        if bad != 0:
-            flags[i] = 255
-            if first_bad < 0:
-                first_bad = i
-            for j in range(d):
-                out[i, j] = 0
-        else:
-            max_code = max(max_code, row_code)
-            max_difference = max(max_difference, row_difference)
-            if moved != 0:
-                flags[i] |= 1
-                digest += change * _row_multiplier(rows[i])
-    return np.int64(max_difference), np.int64(max_code), np.int64(first_bad), digest
-
-
-@_compiled
-def codes_delta(codes, rows, mirror, row_base, multipliers, out, flags):  # type: ignore[no-untyped-def]
-    """`lattice_delta` of rows that are codes already: the same results as of any values with these codes.
-
-    ``codes`` is int16 or int32 (n, d), read only; a row with a code beyond MAX_CODE is bad. The other arguments and
-    what is returned are those of `lattice_delta`.
-    """
-    largest = np.int32(MAX_CODE)
-    max_difference = np.int32(0)
-    max_code = np.int32(0)
-    first_bad = -1
-    digest = _ZERO
-    n, d = codes.shape
-    size = mirror.shape[0]
-    for i in range(n):
-        index = rows[i] - row_base
-        bad = np.int32(0)
-        row_code = np.int32(0)
-        row_difference = np.int32(0)
-        moved = np.int32(0)
-        change = _ZERO
-        if index < 0 or index >= size:
-            bad = np.int32(1)
-        else:
-            for j in range(d):
-                given = np.int32(codes[i, j])
-                inside = given <= largest and given >= -largest
-                bad |= np.int32(0) if inside else np.int32(1)
-                code = given if inside else np.int32(0)
                 difference = np.int32(code - np.int32(mirror[index, j]))
                 row_code = max(row_code, np.int32(abs(code)))
                 row_difference = max(row_difference, np.int32(abs(difference)))

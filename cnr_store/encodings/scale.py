@@ -41,6 +41,7 @@ TOLERANCE = 0.02
 """How far, as a share, the error of a measured scale may be from the one asked for: that of a table of normal rows."""
 
 CONFIDENCE = 0.95
+"""Probability with which the interval of a measured scale holds."""
 
 
 class ScaleChoice(msgspec.Struct, frozen=True):
@@ -55,17 +56,14 @@ class ScaleChoice(msgspec.Struct, frozen=True):
     mse
         Mean squared error per element of the lattice on them.
     relative_half_width
-        With ``confidence``, the lattice's mean squared error on the whole table is within this share of that of the
-        rows asked for (b-bit Check-N-Run rows). 0 where every row was looked at, or the scale was given.
-    confidence
-        Probability, 0 to 1.
+        With probability `CONFIDENCE`, the lattice's mean squared error on the whole table is within this share of that
+        of the rows asked for (b-bit Check-N-Run rows). 0 where every row was looked at, or the scale was given.
     """
 
     scale: float
     sample_rows: int
     mse: float
     relative_half_width: float
-    confidence: float = CONFIDENCE
 
 
 def measure_scale(
@@ -73,7 +71,6 @@ def measure_scale(
     dtype: TableDtype,
     precision: Precision,
     *,
-    confidence: float = CONFIDENCE,
     held: float | None = None,
     may_escape: bool = False,
 ) -> ScaleChoice:
@@ -88,8 +85,6 @@ def measure_scale(
         scale whose mean squared error on the sample is at most that of b-bit affine rows (greedy search with its
         settings chosen on some of the rows, fp16 parameters), and within 0.5 % of it; see quantization
         reference, 5.4.
-    confidence
-        For ``bits``: how sure ``relative_half_width`` of what is returned shall be.
     held
         The scale that the table had when it was last restored, if it was; see `spread_over_cells`.
     may_escape
@@ -121,16 +116,16 @@ def measure_scale(
         if may_escape:
             rows = rows[np.abs(rows).max(axis=1, initial=0.0) <= given * MAX_CODE]
         _check_range(rows, given)
-        return ScaleChoice(given, len(rows), lattice_mse(rows, given), 0.0, confidence)
+        return ScaleChoice(given, len(rows), lattice_mse(rows, given), 0.0)
     rows = _finite(to_float32(sample.rows(), dtype))
     if held is not None:
         rows = spread_over_cells(rows, held)
     target = _target_of(rows, bits)
     scale = _scale_for_error(rows, target.mse)
     errors = lattice_row_errors(rows, scale)
-    half_width = ratio_half_width(errors, target.row_errors, sample.size if sample.is_all else None, confidence)
+    half_width = ratio_half_width(errors, target.row_errors, sample.size if sample.is_all else None)
     mse = float(np.mean(errors)) / rows.shape[1] if errors.size else 0.0
-    return ScaleChoice(scale, len(rows), mse, half_width, confidence)
+    return ScaleChoice(scale, len(rows), mse, half_width)
 
 
 def choose_scale(sample: Float32s, precision: Precision) -> float:
@@ -210,14 +205,11 @@ def pooled(choices: Sequence[ScaleChoice], elements: Sequence[int]) -> ScaleChoi
         sum(choice.sample_rows for choice in choices),
         error / sum(elements) if sum(elements) else 0.0,
         half_width / error if error else 0.0,
-        choices[0].confidence,
     )
 
 
-def ratio_half_width(
-    errors: npt.NDArray[np.float64], targets: npt.NDArray[np.float64], num_rows: int | None, confidence: float
-) -> float:
-    """Return half the width of the confidence interval of ``mean(errors) / mean(targets)``, relative to it. Pure.
+def ratio_half_width(errors: npt.NDArray[np.float64], targets: npt.NDArray[np.float64], num_rows: int | None) -> float:
+    """Return half the width of the interval of ``mean(errors) / mean(targets)`` at `CONFIDENCE`, relative to it. Pure.
 
     Parameters
     ----------
@@ -229,7 +221,7 @@ def ratio_half_width(
     Returns
     -------
     float
-        0 for a sample of all rows, or of none; 1 for one row of several, which tells nothing.
+        0 for a sample of all rows, or of none; 1 for one row of several, which has no spread.
     """
     count = len(errors)
     left_out = 1.0 if num_rows is None else max(0.0, 1.0 - count / max(num_rows, 1))
@@ -240,7 +232,7 @@ def ratio_half_width(
         return 1.0
     residuals = errors - (total / of_targets) * targets
     deviation = math.sqrt(float(np.sum(np.square(residuals))) / (count - 1))
-    return NormalDist().inv_cdf(0.5 + confidence / 2) * deviation * math.sqrt(left_out * count) / total
+    return NormalDist().inv_cdf(0.5 + CONFIDENCE / 2) * deviation * math.sqrt(left_out * count) / total
 
 
 def minmax_scale(sample: Float32s, bits: AffineBits) -> float:
@@ -292,16 +284,6 @@ def _mse(sample: Float32s, scale: float) -> float:
     return float(np.sum(_row_errors(sample, scale))) / sample.size
 
 
-def affine_mse(sample: Float32s, bits: AffineBits) -> float:
-    """Return the mean squared error of b-bit Check-N-Run rows on a finite sample (n, d).
-
-    Greedy search with settings chosen on the sample, fp16 parameters. The sample is brought to a largest value
-    between 1 and 2 by a power of two first, so that fp16 parameters neither overflow nor vanish: the target then
-    depends on the shape of the rows, not on their unit.
-    """
-    return _target_of(sample, bits).mse
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _AffineError:
     """The error of affine rows: their mean, and each row's."""
@@ -311,6 +293,11 @@ class _AffineError:
 
 
 def _target_of(sample: Float32s, bits: AffineBits) -> _AffineError:
+    """Return the error of b-bit Check-N-Run rows on a finite sample (n, d): greedy search, fp16 parameters.
+
+    The sample is first scaled by a power of two, so that fp16 parameters neither overflow nor vanish: the error then
+    depends on the shape of the rows, not on their unit.
+    """
     largest = _largest(sample)
     if largest == 0.0:
         return _AffineError(0.0, np.zeros(len(sample)))

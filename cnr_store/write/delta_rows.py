@@ -208,14 +208,13 @@ def _differences(
     def encode(out: Array, start: int, stop: int) -> tuple[int, int]:
         block = np.ascontiguousarray(values[start:stop])
         rows = given.rows[start:stop]
-        if holds_codes(spec, block):
-            largest, _, _, change = kernels.codes_delta(
-                block, rows, held, mirror.start, multipliers, out[start:stop], flags[start:stop]
+        if isinstance(spec.encoding, Lattice):
+            is_coded = holds_codes(spec, block)
+            given_rows, scale = (
+                (block, np.float32(1)) if is_coded else (widths.to_float32(block, spec.dtype), spec.scale)
             )
-        elif isinstance(spec.encoding, Lattice):
-            floats = widths.to_float32(block, spec.dtype)
             largest, _, _, change = kernels.lattice_delta(
-                floats, rows, held, mirror.start, spec.scale, multipliers, out[start:stop], flags[start:stop]
+                given_rows, rows, held, mirror.start, scale, multipliers, out[start:stop], flags[start:stop]
             )
         else:
             flag_not_finite(block, spec, flags[start:stop])

@@ -147,20 +147,20 @@ def smoothed(mean: float | None, count: int, loss: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Refinement:
-    """What becomes of a table's scale.
+    """How a table's scale becomes finer.
 
     Attributes
     ----------
     how
-        ``refine``: halve it ``halvings`` times in the first save after the restore. ``anew``: choose it in a baseline.
-        ``keep``: it is fine enough, for ``bits`` too.
+        ``halve``: halve it ``halvings`` times in the first save after the restore. ``baseline``: choose a scale in the
+        next baseline. ``keep``: the scale is fine enough for ``bits``.
     bits
         The width that the scale is for from then on.
     reason
         One clause for logs and reports.
     """
 
-    how: Literal["refine", "anew", "keep"]
+    how: Literal["halve", "baseline", "keep"]
     halvings: int
     bits: AffineBits
     reason: str
@@ -182,11 +182,11 @@ def refinement(
     if wanted <= bits:
         return None
     if scale is None or target is None:
-        return Refinement("anew", 0, wanted, reason)
+        return Refinement("baseline", 0, wanted, reason)
     halvings = halvings_to(scale, target * (1.0 + TOLERANCE))
     if halvings == 0:
         return Refinement("keep", 0, wanted, reason)
-    return Refinement("refine" if halvings <= most_halvings else "anew", halvings, wanted, reason)
+    return Refinement("halve" if halvings <= most_halvings else "baseline", halvings, wanted, reason)
 
 
 def known_bits(stored: Mapping[str, int], table: str, expected: float) -> AffineBits:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from cnr_store.encodings.sampling import RowSample
-from cnr_store.encodings.scale import ScaleChoice
+from cnr_store.encodings.scale import CONFIDENCE, ScaleChoice
 from cnr_store.encodings.widths import carrier
 from cnr_store.errors import BadDtype, BadInput, BadShape, TableNotFound, Unsupported
 from cnr_store.format.layout import check_name
@@ -317,8 +317,7 @@ class SchemaChanges:
         self.choices[table] = choice
         logger.info(
             "table %s: scale %.6g chosen on %d rows; mean squared error %.3g, known within %.1f %% at %.0f %%",
-            table, choice.scale, choice.sample_rows, choice.mse, 100 * choice.relative_half_width,
-            100 * choice.confidence,
+            table, choice.scale, choice.sample_rows, choice.mse, 100 * choice.relative_half_width, 100 * CONFIDENCE,
         )  # fmt: skip
 
     def _next_generation(self, table: str) -> int:

@@ -62,9 +62,9 @@ def cases(rows: int, dim: int, table_rows: int) -> list[tuple[str, int, Callable
             lambda: k.lattice_delta(values, ids, mirror16, 0, step, columns, out32, flags),
         ),
         (
-            "codes_delta int16 mirror -> int16",
+            "lattice_delta of codes, int16 mirror -> int16",
             6 * n,
-            lambda: k.codes_delta(codes16, ids, mirror16, 0, columns, out16, flags),
+            lambda: k.lattice_delta(codes16, ids, mirror16, 0, np.float32(1), columns, out16, flags),
         ),
         ("lattice_decode int16", 6 * n, lambda: k.lattice_decode(zero16, step, floats)),
         ("lattice_decode int32", 8 * n, lambda: k.lattice_decode(out32, step, floats)),

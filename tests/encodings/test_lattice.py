@@ -171,7 +171,7 @@ def test_delta_of_codes_equals_reference_and_the_delta_of_their_values(
     out, flags = np.full(shape, 99, np.int32), np.zeros(n, np.uint8)
     before = codes.copy()
 
-    found = kernels.codes_delta(codes, rows, mirror, 1000, multipliers, out, flags)
+    found = kernels.lattice_delta(codes, rows, mirror, 1000, np.float32(1), multipliers, out, flags)
 
     good, bad = reference.storable_codes(codes)
     expected = reference.delta(good, bad, rows, mirror, 1000, multipliers)
@@ -224,18 +224,6 @@ def test_delta_reports_a_row_outside_the_mirror() -> None:
         flags,
     )
 
-    assert result[2] == 1
-    np.testing.assert_array_equal(flags, [1, 255])
-    flags[:] = 0
-    result = kernels.codes_delta(
-        np.ones((2, 1), np.int16),
-        np.array([4, 9], np.int64),
-        np.zeros((5, 1), np.int16),
-        4,
-        column_multipliers(0, 1),
-        out,
-        flags,
-    )
     assert result[2] == 1
     np.testing.assert_array_equal(flags, [1, 255])
 

@@ -6,7 +6,7 @@ import pytest
 from cnr_store.encodings import scale
 from cnr_store.errors import BadInput
 from cnr_store.types import MAX_CODE, AffineBits, Precision
-from tests.support.encoders import lattice_codes, lattice_floats
+from tests.support.encoders import affine_mse, lattice_codes, lattice_floats
 
 
 def normal_rows(n: int = 512, d: int = 32, seed: int = 0) -> np.ndarray:
@@ -33,7 +33,7 @@ def test_no_element_errs_by_more_than_max_error(max_error: float) -> None:
 @pytest.mark.parametrize("unit", [1.0, 1e-12, 1e15])
 def test_bits_meets_the_error_of_check_n_run_rows_within_half_a_percent(bits: AffineBits, unit: float) -> None:
     rows = normal_rows() * np.float32(unit)
-    target = scale.affine_mse(rows, bits)
+    target = affine_mse(rows, bits)
 
     found = scale.lattice_mse(rows, scale.choose_scale(rows, Precision(bits=bits)))
 
@@ -59,7 +59,7 @@ def test_corrections_find_about_the_scale_that_a_bisection_finds(bits: AffineBit
         rows = np.random.default_rng(2).choice(np.float32([-0.3, 0.0, 0.1, 0.7]), (300, 16))
     elif kind == "mostly zero":
         rows[8:] = 0.0
-    target = scale.affine_mse(rows, bits)
+    target = affine_mse(rows, bits)
     largest = float(np.abs(rows).max())
 
     found = scale.choose_scale(rows, Precision(bits=bits))
@@ -95,7 +95,7 @@ def test_min_max_rows_ask_for_no_finer_a_scale_than_greedy_ones(bits: AffineBits
 
 def test_heavy_tailed_rows_are_met_too() -> None:
     rows = np.random.default_rng(1).standard_t(2.0, (512, 16)).astype(np.float32)
-    target = scale.affine_mse(rows, 2)
+    target = affine_mse(rows, 2)
     assert 0.995 * target <= scale.lattice_mse(rows, scale.choose_scale(rows, Precision(bits=2))) <= target
 
 

@@ -47,7 +47,7 @@ def coverage(rows: Float32s, bits: AffineBits, count: int, tries: int) -> tuple[
     for _ in range(tries):
         sample = rng.choice(len(rows), count, replace=False)
         ratio = errors[sample].sum() / targets[sample].sum()
-        widths.append(ratio_half_width(errors[sample], targets[sample], len(rows), 0.95))
+        widths.append(ratio_half_width(errors[sample], targets[sample], len(rows)))
         held += abs(truth - ratio) <= widths[-1] * ratio
     return held / tries, float(np.median(widths))
 
@@ -83,7 +83,7 @@ def test_a_bootstrap_says_the_same_as_the_delta_method(table: Callable[[], Float
     low, high = np.quantile(ratios, (0.025, 0.975))
 
     by_bootstrap = (high - low) / 2 / (errors.sum() / target.sum())
-    assert ratio_half_width(errors, target, None, 0.95) == pytest.approx(by_bootstrap, rel=0.15)
+    assert ratio_half_width(errors, target, None) == pytest.approx(by_bootstrap, rel=0.15)
 
 
 def test_a_table_that_was_looked_at_in_whole_is_known() -> None:

@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.encodings import float_bits, kernels
+from cnr_store.encodings.choose import choose_greedy, row_errors
 from cnr_store.encodings.widths import FloatBlock, as_columns, carrier, narrowest
-from cnr_store.types import Codes, Float32s, TableDtype
+from cnr_store.types import Affine, AffineBits, Codes, Float32s, TableDtype
 
 
 def lattice_codes(values: Float32s, scale: float) -> Codes:
@@ -48,3 +49,15 @@ def float_bits_floats(codes: Codes, mantissa_bits: int, dtype: TableDtype = "flo
 def digest_of_block(codes: Codes, row_start: int, multipliers: npt.NDArray[np.uint64], presence: np.uint64) -> int:
     """The state digest of the rows from ``row_start`` on, with codes (n, d) or (n,)."""
     return int(kernels.digest_block(as_columns(codes), row_start, multipliers, presence))
+
+
+def affine_mse(rows: Float32s, bits: AffineBits) -> float:
+    """The mean squared error of b-bit Check-N-Run rows: greedy search with the best settings, fp16 parameters.
+
+    The largest value is brought to [1, 2) by a power of two first, so that fp16 parameters neither overflow nor vanish.
+    """
+    unit = np.float32(2.0 ** (np.frexp(np.abs(rows).max())[1] - 1))
+    scaled = np.ascontiguousarray(rows / unit)
+    num_bins, ratio = choose_greedy(scaled, bits)
+    encoding = Affine(bits, search="greedy", param_dtype="float16", num_bins=num_bins, ratio=ratio)
+    return float(row_errors(scaled, encoding).sum()) * float(unit) ** 2 / rows.size

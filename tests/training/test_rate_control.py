@@ -229,7 +229,7 @@ def test_tables_without_codes_to_halve_are_written_anew(url: str) -> None:
     pending = life.manager.rate.tables["weight"].pending
 
     assert pending is not None
-    assert pending.how == "anew"
+    assert pending.how == "baseline"
     report = life.next(2)
     assert (report.kind, report.scales["weight"].reason) == ("baseline", pending.reason)
 

@@ -94,10 +94,10 @@ def test_a_refinement_is_never_coarser_than_asked_nor_beyond_its_room(
     fine_enough = target * (1.0 + TOLERANCE)
     if found.how == "keep":
         assert scale <= fine_enough
-    if found.how == "refine":
+    if found.how == "halve":
         assert 1 <= found.halvings <= most
         assert math.ldexp(scale, -found.halvings) <= fine_enough or found.halvings == MAX_SHIFT
-    if found.how == "anew":
+    if found.how == "baseline":
         assert found.halvings > most
 
 
@@ -168,7 +168,7 @@ def test_later_losses_push_old_ones_out() -> None:
 
 
 def test_rows_that_are_no_lattice_are_written_anew() -> None:
-    assert refinement(2, 3, None, None, 0, "r") == Refinement("anew", 0, 3, "r")
+    assert refinement(2, 3, None, None, 0, "r") == Refinement("baseline", 0, 3, "r")
 
 
 def test_what_a_checkpoint_says_of_widths_is_believed_if_it_can_be() -> None:

@@ -260,7 +260,7 @@ class RateControl:
                     table, reason, halvings, possible,
                 )  # fmt: skip
             if possible:
-                self._pending[table] = Refinement("refine", possible, asked_bits(self._options[table]), reason)
+                self._pending[table] = Refinement("halve", possible, asked_bits(self._options[table]), reason)
 
     # ---- one save
 
@@ -311,7 +311,7 @@ class RateControl:
         found = {table for table, target in targets.items() if is_too_fine(known[table], target)}
         for table in found:
             reason = f"the rows have grown: {targets[table]:.4g} would do for {known[table]:.4g}"
-            self._pending[table] = Refinement("anew", 0, self._width_anew(table), reason)
+            self._pending[table] = Refinement("baseline", 0, self._width_anew(table), reason)
         return found
 
     def _is_lattice(self, table: str) -> bool:
@@ -329,7 +329,7 @@ class RateControl:
 
     def waits_for_baseline(self) -> set[str]:
         """Return the tables that the next save must write anew."""
-        return {table for table, planned in self._pending.items() if planned.how == "anew"}
+        return {table for table, planned in self._pending.items() if planned.how == "baseline"}
 
     def anew_in(self, transaction: Transaction) -> set[str]:
         """Return tables that a save must write anew: whose scale should be refined, which only a delta can."""
@@ -355,11 +355,11 @@ class RateControl:
         for table, planned in list(self._pending.items()):
             if table in anew:
                 continue
-            if planned.how == "refine":
+            if planned.how == "halve":
                 try:
                     transaction.refine_scale(table, planned.halvings)
                 except BadInput:
-                    self._pending[table] = replace(planned, how="anew")
+                    self._pending[table] = replace(planned, how="baseline")
                     raise
             if self._options[table].bits is not None:
                 self._staged[table] = planned.bits
@@ -403,13 +403,13 @@ class RateControl:
         self._staged = {}
 
     def _to_refine(self) -> list[str]:
-        return sorted(table for table, planned in self._pending.items() if planned.how == "refine")
+        return sorted(table for table, planned in self._pending.items() if planned.how == "halve")
 
     def _width_anew(self, table: str) -> AffineBits:
         return asked_bits(self._widened(table))
 
 
 def _effect_of(planned: Refinement) -> str:
-    if planned.how == "refine":
+    if planned.how == "halve":
         return f"its scale is halved {planned.halvings} times in the next save"
-    return "the next save writes it whole" if planned.how == "anew" else "its scale is fine enough"
+    return "the next save writes it whole" if planned.how == "baseline" else "its scale is fine enough"
