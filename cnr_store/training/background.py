@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
+import msgspec
 import torch
 
 from cnr_store.errors import BackgroundSaveFailed, CommitStateUnknown, Fenced, RankLost
@@ -87,8 +88,7 @@ class WholeShard:
     options: TableOptions | None
 
 
-@dataclass(frozen=True, slots=True)
-class TouchedRows:
+class TouchedRows(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Touched rows of one shard: their ids in the whole table; the copies are in the staging."""
 
     key: Shard

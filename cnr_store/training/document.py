@@ -136,7 +136,9 @@ def equal_states(states: Mapping[str, Mapping[str, Any]], names: Sequence[str]) 
             key = _counters(value)
             if key is None:
                 key = canonical_json(encode(value, leaf_of))
-            equal = found.setdefault(key, {"value": value, "parameters": []})
+            equal = found.get(key)
+            if equal is None:
+                equal = found[key] = {"value": value, "parameters": []}
             ranges = equal["parameters"]
             if ranges and ranges[-1][1] == index:
                 ranges[-1][1] = index + 1
@@ -150,7 +152,7 @@ def _counters(state: Mapping[str, Any]) -> Hashable | None:
 
     There is one for each table, and to encode it takes the training thread longer than to copy a table's rows.
     """
-    found = []
+    found: list[Hashable] = []
     for key, value in state.items():
         is_tensor = type(value) is torch.Tensor and value.numel() == 1
         number = value.item() if is_tensor else value
@@ -158,7 +160,7 @@ def _counters(state: Mapping[str, Any]) -> Hashable | None:
             number = number.hex()  # which keeps the sign of zero
         elif type(number) is not int:
             return None
-        found.append((key, number, value.dtype, value.shape) if is_tensor else (key, number))
+        found += (key, number, value.dtype, value.dim()) if is_tensor else (key, number, None, None)
     return tuple(found)
 
 

@@ -35,7 +35,10 @@ _WALKS = ("named_parameters", "named_buffers", "named_modules", "state_dict")
 """Methods of a module that decide what its state is; where a class has its own, the plan is not kept."""
 
 _CHILDREN = tuple(attrgetter(name) for name in ("_parameters", "_buffers", "_modules"))
-_KIND = attrgetter("dtype", "shape", "layout")
+_KINDS = (attrgetter("dtype"), attrgetter("layout"), torch.Tensor.dim, torch.Tensor.numel)
+"""What decides how a slot is stored, in lists of numbers and singletons: shapes of thousands of tensors would set off
+the garbage collector. A shape that changed in place, and has as many dimensions and elements, has other rows, which no
+copy of rows takes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +95,7 @@ class _StateEntries:
         """What slots and other state are made of: parameters, names, tensors and their kind; of others the type."""
         tensors = [value for value in self.values if isinstance(value, torch.Tensor)]
         sizes = [*map(len, self.outer), *map(len, self.inner)]
-        names, kinds = [*chain.from_iterable(self.inner)], [*map(_KIND, tensors)]
+        names, kinds = [*chain.from_iterable(self.inner)], [[*map(kind, tensors)] for kind in _KINDS]
         return _Objects([*chain.from_iterable(self.outer), *tensors], [names, sizes, kinds, [*map(type, self.values)]])
 
     def positions(self) -> dict[tuple[int, str], int] | None:

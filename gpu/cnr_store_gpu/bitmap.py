@@ -11,10 +11,11 @@ failed save. Marking twice, or too much, is always safe.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -29,8 +30,7 @@ OutOfRange = Literal["raise", "ignore"]
 Ids = torch.Tensor | npt.NDArray[Any] | Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The rows of one table that were marked when they were taken, and the words to give them back.
 
     Attributes
@@ -51,8 +51,8 @@ class Taken:
     table: str
     num_rows: int
     row_ids: RowIds
-    words: Words = field(repr=False)
-    device_rows: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    words: Words
+    device_rows: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.row_ids)

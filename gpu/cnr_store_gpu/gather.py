@@ -7,8 +7,8 @@ checked once, before any of them is written. Nothing here knows of buffers, stre
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
@@ -20,8 +20,7 @@ RowsOn = Callable[[torch.device], torch.Tensor]
 """The row list, on the device of a source."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowRequest:
+class RowRequest(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What to copy of one table: rows of tensors with the table's first dimension.
 
     Attributes

@@ -7,9 +7,11 @@ not contiguous is copied by torch, tensor by tensor.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
+from operator import attrgetter, methodcaller
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,75 +30,114 @@ SMALL_BYTES = 1 << 18
 _UNIT = 4
 _ALIGNMENT = 16
 
-
-class _Piece(NamedTuple):
-    """Where the copies of ``num_rows`` rows of a tensor of ``shape`` begin and end."""
-
-    table: str
-    name: str
-    dtype: torch.dtype
-    shape: torch.Size
-    num_rows: int
-    start: int
-    stop: int
+_INT64 = np.dtype(np.int64)
+_MOST_DIMS = 2
+"""Of a plain tensor: number of rows and bytes then give its shape."""
 
 
-@dataclass(slots=True)
+def _kinds(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
+    """What decides whether tensors can be plain.
+
+    In lists of numbers and singletons: an object for each of thousands of tensors would set off the garbage collector.
+    """
+    getters = (attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu"), torch.Tensor.dim)
+    return [[*map(getter, tensors)] for getter in getters]
+
+
+def _sizes(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Rows and bytes of plain tensors."""
+    return [[*map(torch.Tensor.size, tensors, repeat(0))], [*map(attrgetter("nbytes"), tensors)]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SmallLayout:
+    """What of the requests of a gather follows from the names, kinds and sizes of their tensors: kept between gathers.
+
+    Attributes
+    ----------
+    names, lengths, kinds, sizes
+        What it was made of: of all tensors, table by table; how many each table has.
+    is_plain
+        By table: in host memory, with rows of equal numbers that can be copied in units of 4 bytes.
+    plain, owners
+        Numbers of the tensors of plain tables, and of their tables.
+    num_rows, row_bytes
+        By tensor of a plain table.
+    shapes
+        Of a row, by tensor of a plain table.
+    """
+
+    names: list[str]
+    lengths: list[int]
+    kinds: list[list[Any]]
+    candidates: list[int]
+    sizes: list[list[int]]
+    is_plain: npt.NDArray[np.bool_]
+    plain: npt.NDArray[np.int64]
+    owners: npt.NDArray[np.int64]
+    num_rows: npt.NDArray[np.int64]
+    row_bytes: npt.NDArray[np.int64]
+    shapes: list[tuple[int, ...]]
+
+    def fits(self, names: list[str], lengths: list[int], tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these tensors have this layout."""
+        if lengths != self.lengths or names != self.names or _kinds(tensors) != self.kinds:
+            return False
+        return _sizes([*map(tensors.__getitem__, self.candidates)]) == self.sizes
+
+
+def _layout(names: list[str], lengths: list[int], tensors: Sequence[torch.Tensor]) -> SmallLayout:
+    kinds = _kinds(tensors)
+    candidates = [
+        at
+        for at, (_, layout, is_cpu, dims) in enumerate(zip(*kinds, strict=True))
+        if layout is torch.strided and is_cpu and 1 <= dims <= _MOST_DIMS
+    ]
+    sizes = _sizes([*map(tensors.__getitem__, candidates)])
+    num_rows, row_bytes = np.zeros(len(tensors), np.int64), np.zeros(len(tensors), np.int64)
+    num_rows[candidates] = sizes[0]
+    row_bytes[candidates] = np.array(sizes[1], np.int64) // np.maximum(sizes[0], 1)
+    good = (num_rows > 0) & (row_bytes > 0) & (row_bytes % _UNIT == 0)
+    ends = np.cumsum(lengths)
+    is_plain = np.array([
+        stop > start and bool(good[start:stop].all()) and len({*num_rows[start:stop].tolist()}) == 1
+        for start, stop in zip((ends - lengths).tolist(), ends.tolist(), strict=True)
+    ], bool)  # fmt: skip
+    plain = np.flatnonzero(np.repeat(is_plain, lengths))
+    owners = np.repeat(np.arange(len(lengths)), lengths)[plain]
+    shapes = [tuple(tensors[at].shape[1:]) for at in plain.tolist()]
+    return SmallLayout(
+        names, lengths, kinds, candidates, sizes, is_plain, plain, owners, num_rows[plain], row_bytes[plain], shapes
+    )
+
+
+@dataclass(slots=True, eq=False)
 class SmallCopies:
-    """The small ones among the requests of a gather: collected by `take`, copied by `copy`, described by `deliver`.
+    """The small ones among the requests of a gather, of any number of tables: copied by `copy`, described by `deliver`.
 
     Attributes
     ----------
     row_ids
-        Of the tables that were taken.
+        Of the tables whose rows are copied here.
     size_bytes
         Bytes of their copies.
+    layout
+        To be given to the next `small_copies`.
     """
 
-    quantized: Container[str]
-    row_ids: dict[str, RowIds] = field(default_factory=dict)
-    size_bytes: int = 0
-    _end: int = 0
-    _most: int = 0
-    _pieces: list[_Piece] = field(default_factory=list)
-    _parts: list[tuple[int, ...]] = field(default_factory=list)
+    row_ids: dict[str, RowIds]
+    size_bytes: int
+    layout: SmallLayout
+    _tables: list[str]
+    _chosen: npt.NDArray[np.int64]
+    """Of each copy: where its tensor is among the plain ones of the layout."""
+    _parts: npt.NDArray[np.int64]
+    _end: int
+    _most: int
     _flat: torch.Tensor | None = None
 
-    def take(self, table: str, request: RowRequest) -> bool:
-        """Return whether a request is small and plain; then its rows will be copied."""
-        ids = request.row_ids
-        if not isinstance(ids, np.ndarray) or ids.dtype != np.int64 or ids.ndim != 1 or not ids.flags.c_contiguous:
-            return False
-        if table in self.quantized or not request.tensors:
-            return False
-        count, end, most, size_bytes = len(ids), self._end, self._most, 0
-        address = address_of(ids)
-        pieces, parts, lengths = [], [], set()
-        for name, tensor in request.tensors.items():
-            shape = tensor.shape
-            if not (shape and tensor.layout is torch.strided and tensor.is_cpu and tensor.is_contiguous()):
-                return False
-            num_rows, start = shape[0], tensor.data_ptr()
-            row_bytes = tensor.nbytes // num_rows if num_rows else 0
-            if not (row_bytes and start) or row_bytes % _UNIT or start % _UNIT:  # no address: storage was freed
-                return False
-            lengths.add(num_rows)
-            begin = _aligned(end)
-            end = begin + count * row_bytes
-            most = _aligned(most) + num_rows * row_bytes
-            size_bytes += count * row_bytes
-            pieces.append(_Piece(table, name, tensor.dtype, shape, count, begin, end))
-            parts.append((address, count, num_rows, start, begin, row_bytes // _UNIT))
-        if len(lengths) > 1 or size_bytes > SMALL_BYTES:
-            return False
-        self.row_ids[table], self._end, self._most = ids, end, most
-        self.size_bytes += size_bytes
-        self._pieces += pieces
-        self._parts += parts
-        return True
-
     def copy(self, requests: Mapping[str, RowRequest], memory: KeptMemory) -> None:
-        """Copy the rows of what was taken of ``requests``, as they are now. Blocks until it is done.
+        """Copy the rows as they are now. Blocks until it is done.
 
         Raises
         ------
@@ -104,26 +145,76 @@ class SmallCopies:
             Ids outside of a table; nothing was written.
         """
         self._flat = memory.take(("small rows", "", ""), (self._end,), torch.uint8, at_most=self._most)
-        parts = np.array(self._parts, np.int64).reshape(-1, PART_FIELDS)
+        parts = self._parts.copy()
         parts[:, 4] += self._flat.data_ptr()
         outside = gather_parts(parts)
         if outside >= 0:
-            piece = self._pieces[outside]
-            request = requests[piece.table]
-            check_range(index_of(request.row_ids), request.tensors[piece.name].shape[0])
+            at = self._chosen[outside]
+            check_range(index_of(requests[self._tables[self.layout.owners[at]]].row_ids), self.layout.num_rows[at])
 
     def deliver(self) -> Delivery:
         """Return the copies, as tensors that share the memory they are in."""
         assert self._flat is not None  # copied
-        tensors = {
-            (one.table, one.name): self._flat[one.start : one.stop].view(one.dtype).view(one.num_rows, *one.shape[1:])
-            for one in self._pieces
-        }
+        layout, chosen = self.layout, self._chosen
+        typed: dict[torch.dtype, torch.Tensor] = {}
+        tensors: dict[tuple[str, str], torch.Tensor] = {}
+        columns = (chosen, layout.owners[chosen], layout.plain[chosen], self._parts[:, 1], self._parts[:, 4])
+        for at, owner, tensor, count, begin in zip(*(column.tolist() for column in columns), strict=True):
+            dtype, shape = layout.kinds[0][tensor], layout.shapes[at]
+            flat = typed.get(dtype)
+            if flat is None:
+                flat = typed[dtype] = self._flat[: self._end // dtype.itemsize * dtype.itemsize].view(dtype)
+            place = flat.as_strided((count, *shape), (*shape, 1), begin // dtype.itemsize)
+            tensors[self._tables[owner], layout.names[tensor]] = place
         return Delivery(tensors, size_bytes=self.size_bytes)
 
 
-def _aligned(at: int) -> int:
-    return -(-at // _ALIGNMENT) * _ALIGNMENT
+def small_copies(
+    requests: Mapping[str, RowRequest], *, without: Container[str] = (), known: SmallLayout | None = None
+) -> SmallCopies:
+    """Return the small, plain ones of the requests. Reads no row; what it takes for a table is a few calls of C.
+
+    Parameters
+    ----------
+    without
+        Tables that are not to be copied here.
+    known
+        The layout of an earlier call.
+    """
+    asked = [*requests.values()]
+    named = [one.tensors for one in asked]
+    tensors = [*chain.from_iterable(map(methodcaller("values"), named))]
+    names, lengths = [*chain.from_iterable(named)], [*map(len, named)]
+    layout = known if known is not None and known.fits(names, lengths, tensors) else _layout(names, lengths, tensors)
+    tables, ids = [*requests], [one.row_ids for one in asked]
+    fits = np.array([table not in without and _is_plain(own) for table, own in zip(tables, ids, strict=True)], bool)
+    counts = np.fromiter(map(len, ids), np.int64, len(ids))
+    plain = [*map(tensors.__getitem__, layout.plain.tolist())]
+    starts = np.array([*map(torch.Tensor.data_ptr, plain)], np.int64)
+    held = np.array([*map(torch.Tensor.is_contiguous, plain)], bool) & (starts != 0)  # 0: the storage was freed
+    sizes = counts[layout.owners] * layout.row_bytes
+    fits &= layout.is_plain & (np.bincount(layout.owners, sizes, len(asked)) <= SMALL_BYTES)
+    fits &= np.bincount(layout.owners, ~held | (starts % _UNIT != 0), len(asked)) == 0
+    chosen = np.flatnonzero(fits[layout.owners])
+    owners, rows, row_bytes, sizes = (one[chosen] for one in (layout.owners, layout.num_rows, layout.row_bytes, sizes))
+    row_ids: dict[str, Any] = {tables[at]: ids[at] for at in np.flatnonzero(fits).tolist()}
+    addresses = np.zeros(len(asked), np.int64)
+    addresses[fits] = [*map(address_of, row_ids.values())]
+    begins = np.cumsum(_aligned(sizes)) - _aligned(sizes)
+    parts = np.stack((addresses[owners], counts[owners], rows, starts[chosen], begins, row_bytes // _UNIT), axis=1)
+    end = most = 0
+    if len(chosen):
+        end, most = int(begins[-1] + sizes[-1]), int(_aligned(rows * row_bytes)[:-1].sum() + rows[-1] * row_bytes[-1])
+    return SmallCopies(row_ids, int(sizes.sum()), layout, tables, chosen, parts, end, most)
+
+
+def _is_plain(ids: RowIds | torch.Tensor) -> bool:
+    """Whether these are ids that `gather_parts` takes."""
+    return isinstance(ids, np.ndarray) and ids.dtype == _INT64 and ids.ndim == 1 and ids.flags.c_contiguous
+
+
+def _aligned(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return -(-sizes // _ALIGNMENT) * _ALIGNMENT
 
 
 PART_FIELDS = 6

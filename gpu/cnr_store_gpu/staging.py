@@ -26,7 +26,7 @@ from cnr_store_gpu.delivery import Delivery, KeptMemory, StagedArray, StagedIds,
 from cnr_store_gpu.gather import RowRequest, check_range, common_rows, index_of, select_rows
 from cnr_store_gpu.pinned import PINNED_BYTES, TransitRing, block_sizes
 from cnr_store_gpu.quantize import LatticeCodes, check_codable
-from cnr_store_gpu.small_copies import SmallCopies
+from cnr_store_gpu.small_copies import SmallLayout, small_copies
 from cnr_store_gpu.transfer import Transfer, transfer_for
 
 
@@ -187,6 +187,7 @@ class StagingBuffers:
         self._ways: dict[torch.device, tuple[Transfer, TransitRing]] = {}
         self._slots: list[_Slot] = []
         self._free: list[_Slot] = []
+        self._small: SmallLayout | None = None
         self._lock = threading.Lock()
 
     @property
@@ -271,14 +272,16 @@ class StagingBuffers:
             self._check_quantizer(table, requests[table])
         here = Delivery()
         by_device: dict[torch.device, tuple[list[StagedArray], list[StagedIds]]] = {}
-        small = SmallCopies(self.quantize)
-        takes = self._given is None
-        rest = {table: one for table, one in requests.items() if not (takes and small.take(table, one))}
-        if small.row_ids:
-            small.copy(requests, slot.memory)
-            staged.size_bytes += small.size_bytes
-            here.row_ids |= small.row_ids
-            staged.expect(small.deliver)
+        rest = requests
+        if self._given is None:
+            small = small_copies(requests, without=self.quantize, known=self._small)
+            self._small = small.layout
+            if small.row_ids:
+                small.copy(requests, slot.memory)
+                staged.size_bytes += small.size_bytes
+                here.row_ids |= small.row_ids
+                staged.expect(small.deliver)
+                rest = {table: one for table, one in requests.items() if table not in small.row_ids}
         for table, request in rest.items():
             index, num_rows = index_of(request.row_ids), common_rows(request.tensors)
             if index.device.type == "cpu":

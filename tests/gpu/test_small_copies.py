@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cnr_store.errors import BadRowIds, BadShape
 from cnr_store_gpu import RowBitmap, RowRequest, RowTracker, StagingBuffers, gather_rows
-from cnr_store_gpu.small_copies import SMALL_BYTES, SmallCopies
+from cnr_store_gpu.small_copies import SMALL_BYTES, small_copies
 from cnr_store_gpu.tables import rows_with_gradient
 from cnr_store_gpu.words import rows_of, rows_of_spans
 
@@ -116,10 +116,10 @@ def test_what_is_large_quantized_strided_or_odd_is_not_copied_as_small() -> None
     rows, table = np.arange(2), torch.ones(4, 2)
 
     def is_taken(row_ids: np.ndarray, **tensors: torch.Tensor) -> bool:  # type: ignore[type-arg]
-        return SmallCopies({"coded"}).take("t", RowRequest(row_ids, tensors))
+        return "t" in small_copies({"t": RowRequest(row_ids, tensors)}, without={"coded"}).row_ids
 
     assert is_taken(rows, weight=table)
-    assert not SmallCopies({"t"}).take("t", RowRequest(rows, {"weight": table}))
+    assert not small_copies({"t": RowRequest(rows, {"weight": table})}, without={"t"}).row_ids
     assert not is_taken(rows, weight=torch.ones(2, 4).T)
     assert not is_taken(rows, weight=torch.ones(4, 3, dtype=torch.float16))
     assert not is_taken(rows, weight=table, momentum=table.to_sparse(1))
