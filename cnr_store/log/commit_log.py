@@ -7,6 +7,7 @@ position whose outcome is unknown, and never delete anything.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -34,6 +35,8 @@ from cnr_store.log.clock import wall_ms
 from cnr_store.log.log_reader import LogReader
 from cnr_store.log.sent_record import SentRecord, prepare_record
 from cnr_store.storage import CreateOutcome, Storage
+
+logger = logging.getLogger(__name__)
 
 Rebase = Callable[[CommitRecord, LogEntry], CommitRecord]
 """(draft, intervening record) -> the draft for the position after that record; raises if the two do not commute."""
@@ -221,6 +224,8 @@ class CommitLog(LogReader):
                 attempt = self._prepare(parent, draft, parent.record.v + 1 + torn)
                 winner = self._settle(attempt, reads_first=False)
                 if winner is attempt.entry:
+                    made = winner.record
+                    logger.info("%s: wrote record %d (%s, step %d)", self._storage.url, made.v, made.kind, made.step)
                     return winner
                 self._check_follows(winner, parent)
                 parent = self._complete_past(winner)
@@ -323,6 +328,9 @@ class CommitLog(LogReader):
             pause = delay * self._random.uniform(0.5, 1.0)
             if corrupt_reads >= _CORRUPT_READ_BACKS or self._monotonic_s() + pause > deadline:
                 raise self._unknown(attempt) from cause
+            found = "no answer" if cause is None else type(cause).__name__  # its text may contain options
+            version = attempt.entry.record.v
+            logger.info("%s: record %d: %s; trying again in %.2f s", self._storage.url, version, found, pause)
             self._sleep(pause)
             delay = min(2 * delay, self._retry.max_delay_s)
 

@@ -192,7 +192,7 @@ def compact(
     dry_run
         Return the run that would be compacted first, and why. Write nothing.
     progress
-        Called with the stage ``tasks`` of each run.
+        Called with the stage ``compact`` of each run, in bytes.
     clock
         Returns seconds, for ``deadline_s``.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,6 +30,8 @@ from cnr_store.store.writing import open_writer
 from cnr_store.write.mirrors import MirrorMode
 from cnr_store.write.writer import Writer
 from cnr_store.write.writer_state import Succession
+
+logger = logging.getLogger(__name__)
 
 
 class Store:
@@ -126,6 +129,7 @@ class Store:
         store.internals.find_log()
         if branch is not None:
             store.internals.enter(store.internals.main, store.internals.find_branch(branch))
+        logger.info("opened %s%s, uuid %s", store.url, "" if branch is None else f", branch {branch}", store.uuid)
         return store
 
     def __repr__(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -49,8 +50,11 @@ class Stopped(Exception):
 
 
 def stop_behind(count: int) -> Callable[[str, int, int], None]:
+    """A progress callback that ends a compaction after so many tasks; the first call is before the first of them."""
+    calls = itertools.count()
+
     def progress(stage: str, done: int, total: int) -> None:
-        if done == count:
+        if next(calls) == count:
             raise Stopped
 
     return progress
@@ -107,15 +111,17 @@ def test_the_time_that_is_over_leaves_the_rest_to_the_next_call(store: Store, tr
 def test_a_killed_process_is_taken_up(store: Store, training: Training, tmp_path: Path) -> None:
     expected = undisturbed(store, tmp_path)
     program = """
-import os, signal, sys
+import itertools, os, signal, sys
 from cnr_store import Store
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.maintenance.compaction import tasks
 
 tasks.PIECE_CHUNKS = 1
 
+calls = itertools.count()
+
 def progress(stage, done, total):
-    if done == 2:
+    if next(calls) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 
 compact_run(Store.open(sys.argv[1], fsync=False), run=(0, 4), progress=progress)

@@ -105,7 +105,7 @@ def test_small_tables_share_a_task() -> None:
 
     tasks = plan_tasks(manifests, everything(manifests))
 
-    assert tasks == (CompactionTask(0, tuple(MergePiece(name, Rectangle((0, 10), (0, 4))) for name in "abc")),)
+    assert tasks == (CompactionTask(0, tuple(MergePiece(name, Rectangle((0, 10), (0, 4))) for name in "abc"), 3),)
 
 
 def test_a_large_table_is_cut_at_chunks_into_pieces_of_about_the_same_size() -> None:
@@ -290,7 +290,7 @@ def entry(name: str, sha256: str = "0" * 64) -> ChainEntry:
 
 
 def test_a_plan_is_named_by_its_inputs_and_its_tasks() -> None:
-    tasks = (CompactionTask(0, (MergePiece("t", Rectangle((0, 1), (0, 2))),)),)
+    tasks = (CompactionTask(0, (MergePiece("t", Rectangle((0, 1), (0, 2))),), 1),)
     plan = ([entry("a"), entry("b")], tasks)
     digests = [
         plan_digest(*plan),
@@ -305,7 +305,9 @@ def test_a_plan_is_named_by_its_inputs_and_its_tasks() -> None:
 
 
 def test_parts_that_were_not_planned_are_refused() -> None:
-    task = CompactionTask(3, (MergePiece("t", Rectangle((0, 4), (0, 2))), MergePiece("t", Rectangle((4, 8), (0, 2)))))
+    task = CompactionTask(
+        3, (MergePiece("t", Rectangle((0, 4), (0, 2))), MergePiece("t", Rectangle((4, 8), (0, 2)))), 2
+    )
     parts = [part_of("t", ((0, 4), (0, 2))), part_of("t", ((4, 8), (0, 2)))]
 
     check_pieces(task, parts)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -193,6 +195,17 @@ def test_verbose_prints_the_log_of_the_library(root: Path, tmp_path: Path) -> No
     assert (done.code, quiet.code) == (0, 0)
     assert " INFO cnr_store." in done.err
     assert quiet.err == ""
+
+
+def test_verbose_says_what_is_merged_and_deleted(root: Path, tmp_path: Path) -> None:
+    own = shutil.copytree(root, tmp_path / "own")
+    merged = cnr("compact", own, "--max-chain", "1", "-v")
+    deleted = cnr("gc", own, "--keep-last", "1", "--grace", "0s", "--force", "-v")
+
+    assert (merged.code, deleted.code) == (0, 0)
+    assert re.search(r": merging \d+ segments, \d+ bytes, into one baseline: ", merged.err)
+    assert re.search(r": wrote record \d+ \(compact, step \d+\)", merged.err)
+    assert re.search(r": deleted segment \S+, \d+ bytes: ", deleted.err)
 
 
 def test_storage_options_are_values_and_nested_by_dots() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cnr_store import Store, segment_sizes
@@ -168,8 +170,6 @@ def test_version_names_the_package(tmp_path: Path) -> None:
 
 
 def test_names_from_a_store_cannot_act_on_the_terminal(tmp_path: Path) -> None:
-    import numpy as np
-
     store = Store.create(str(tmp_path / "s"), fsync=False)
     with store.writer() as writer, writer.begin(step=1) as txn:
         txn.write_table("[red]x[/red]\u202e", np.ones((2, 2), np.float32))
@@ -189,6 +189,26 @@ def test_tables_fit_the_terminal_and_name_what_they_leave_out(root: Path, column
     records = cnr("log", root, "--json").document["records"]
     rows = [line for line in cnr("log", root, columns=columns).out.splitlines() if line.strip()[:1].isdigit()]
     assert len(rows) == len(records)  # one line each
+
+
+def test_long_names_take_one_line_each_and_lose_nothing(tmp_path: Path) -> None:
+    beginning = "model.sparse_arch.embedding_bag_collection.embedding_bags."
+    names = [f"{beginning}t_feature_{index}_of_a_long_name.weight" for index in range(12)]
+    with Store.create(str(tmp_path / "s"), fsync=False) as store, store.writer() as writer:
+        for step in (1, 2):
+            with writer.begin(step=step, kind="baseline") as txn:
+                for name in names:
+                    txn.write_table(name, np.full((2, 2), step, np.float32))
+        for index in range(8):
+            store.tag(f"experiment-{index}", 3)
+
+    for command in (("show",), ("diff", 2, 3)):
+        lines = [line.rstrip() for line in cnr(command[0], tmp_path / "s", *command[1:], columns=80).out.splitlines()]
+        assert len([line for line in lines if line.startswith("\N{HORIZONTAL ELLIPSIS}t_feature_")]) == len(names)
+        assert f"\N{HORIZONTAL ELLIPSIS} is {beginning}" in lines
+        assert all(name in cnr(command[0], tmp_path / "s", *command[1:]).out for name in names)
+    assert "3 more: `cnr tags`" in cnr("log", tmp_path / "s").out
+    assert len(re.findall(r" \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", cnr("log", tmp_path / "s", columns=80).out)) == 12
 
 
 def test_names_are_listed_and_given_by_step(root: Path) -> None:

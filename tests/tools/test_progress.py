@@ -52,3 +52,10 @@ def test_copies_show_bytes_and_no_unknown_time(command: str, root: Path, tmp_pat
 
     assert re.search(rf"{command} \S+ [\d.]+/[\d.]+ kB", shown)
     assert "-:--:--" not in shown
+
+
+def test_a_compaction_shows_the_bytes_that_it_merges(root: Path) -> None:
+    shown = bars("compact", root, "--max-chain", 1)
+
+    assert re.search(r"compact \S+ ([\d.]+)/\1 kB", shown)
+    assert "-:--:--" not in shown

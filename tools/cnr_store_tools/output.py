@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -103,29 +103,56 @@ class _Printer(Console):
 
 
 def _fitted(rows: PrintedTable, console: Console) -> Table:
-    """Return the table without the spare columns that do not fit the console."""
+    """Return the table as it fits the console: what all names begin with is said once, spare columns are left out."""
     filled = {name for name in rows.columns if any(item.get(name) not in (None, "", [], ()) for item in rows.items)}
     columns = [name for name in rows.columns if name in filled or name not in rows.spare]
-    drawn, unbounded = _drawn(rows, columns, None), console.options.update_width(10_000)
+    unbounded = console.options.update_width(10_000)
+
+    def drawn_if_it_fits(given: PrintedTable, caption: Sequence[str]) -> tuple[Table, bool]:
+        drawn = _drawn(given, columns, caption)
+        return drawn, Measurement.get(console, unbounded, drawn).maximum <= console.width
+
+    drawn, fits = drawn_if_it_fits(rows, ())
+    beginning = "" if fits else _common_beginning([str(item.get("table", "")) for item in rows.items])
+    caption: list[str] = []
+    if beginning:
+        items = [{**item, "table": f"\N{HORIZONTAL ELLIPSIS}{item['table'][len(beginning) :]}"} for item in rows.items]
+        rows = replace(rows, items=items)
+        caption.append(f"\N{HORIZONTAL ELLIPSIS} is {beginning}")
+        drawn, fits = drawn_if_it_fits(rows, caption)
     for name in rows.spare:
-        if Measurement.get(console, unbounded, drawn).maximum <= console.width:
+        if fits:
             break
         if name in columns:
             columns.remove(name)
             left_out = [other for other in rows.spare if other in filled and other not in columns]
-            drawn = _drawn(rows, columns, f"a wider terminal, or --json, also has: {', '.join(map(header, left_out))}")
+            also = f"a wider terminal, or --json, also has: {', '.join(map(header, left_out))}"
+            drawn, fits = drawn_if_it_fits(rows, [*caption, also])
     return drawn
 
 
-def _drawn(rows: PrintedTable, columns: Sequence[str], caption: str | None) -> Table:
+def _common_beginning(names: Sequence[str]) -> str:
+    """Return what all of several names begin with, up to a dot or slash.
+
+    >>> _common_beginning(["model.user", "model.use"]), _common_beginning(["model.user"])
+    ('model.', '')
+    """
+    shared = os.path.commonprefix(names) if len(names) > 1 else ""  # noqa: RUF071 - by letters is what is wanted
+    return shared[: max(shared.rfind("."), shared.rfind("/")) + 1]
+
+
+def _drawn(rows: PrintedTable, columns: Sequence[str], caption: Sequence[str]) -> Table:
     drawn = Table(
-        title=cell(rows.title), title_justify="left", title_style="bold", caption=caption, caption_justify="left",
+        title=cell(rows.title), title_justify="left", title_style="bold",
+        caption=Text("\n").join(map(cell, caption)) if caption else None, caption_justify="left",
         header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False,
         padding=(0, 1, 0, 0),
     )  # fmt: skip
     for name in columns:
         is_number = all(isinstance(item.get(name), int | float | None) for item in rows.items)
-        drawn.add_column(header(name), justify="right" if is_number else "left", overflow="fold")
+        drawn.add_column(
+            header(name), justify="right" if is_number else "left", overflow="fold", no_wrap=name.endswith("_ms")
+        )
     for item in rows.items:
         drawn.add_row(*(cell(value_text(name, item.get(name))) for name in columns))
     return drawn

@@ -23,7 +23,7 @@ Report = Callable[[str, int, int], None]
 """Called as (stage, done, total)."""
 
 
-_COUNTED = ("records", "states", "expire", "segments", "tasks")
+_COUNTED = ("records", "states", "expire", "segments")
 """Stages that count things; all others count bytes."""
 
 

@@ -6,6 +6,7 @@ the run in the newest chain, or is abandoned if the run is no longer in it.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -39,9 +40,11 @@ from cnr_store.runtime.threads import Throttle, Workers, check_rate
 from cnr_store.segment.reader import SegmentReader, open_chain
 from cnr_store.store import Store
 
+logger = logging.getLogger(__name__)
+
 Outcome = Literal["committed", "nothing", "planned", "abandoned", "busy", "unfinished"]
 ProgressCallback = Callable[[str, int, int], None]
-"""Called as (stage, done, total): ``tasks``, in tasks."""
+"""Called as (stage, done, total): ``compact``, in bytes of the run that is merged."""
 
 LEASE_S = 600.0
 """Seconds after which a compaction's lease expires if it is not renewed; a task takes seconds."""
@@ -261,6 +264,11 @@ def _take_up(
             plan, note = again, msgspec.structs.replace(old, holder=writer_info().host)
     if note is None:
         note = new_lease(plan.names, plan.head.record.v, plan.digest, writer_info().host)
+    described = plan.describe(report, "planned")
+    logger.info(
+        "%s: merging %d segments, %d bytes, into one %s: %s",
+        store.url, len(described.run), described.bytes_in, described.kind, described.reason,
+    )  # fmt: skip
     held = place.hold(note, lease_s)
     try:
         return _Work(store, plan, held, options).carry_out(report)
@@ -320,7 +328,7 @@ class _Work:
         options, rest = self._options, len(self._plan.tasks)
         with self._workers() as workers:
             self._reuse(workers)
-            options.progress("tasks", self._reused, rest)
+            self._report_progress()
             bench = Bench(self._store.storage, self._plan.readers, workers, Throttle(options.bytes_per_s))
             todo = [task for task in self._plan.tasks if task.index not in self._done]
             done = run_tasks(
@@ -328,15 +336,22 @@ class _Work:
                 workers=options.workers, bytes_per_s=options.bytes_per_s, is_over=options.is_over,
             )  # fmt: skip
             with closing(done):  # stops all tasks, also after an error
-                for count, one in enumerate(done, start=self._reused + 1):
+                for one in done:
                     self._note(one)
-                    options.progress("tasks", count, rest)
+                    self._report_progress()
                     self._follow()
             if any(task.index not in self._done for task in todo):
                 return False
             if rest not in self._done:
                 self._note(write_rest(self._job, rest, bench))
         return True
+
+    def _report_progress(self) -> None:
+        """Tell the caller how many of the run's bytes are merged: the share of the chunks in finished tasks."""
+        total = sum(entry.bytes for entry in self._plan.entries)
+        chunks = sum(task.chunks for task in self._plan.tasks)
+        finished = sum(task.chunks for task in self._plan.tasks if task.index in self._done)
+        self._options.progress("compact", total * finished // chunks if chunks else total, total)
 
     def _workers(self) -> AbstractContextManager[Workers]:
         """Return the threads to use in this process: the store's, or new ones if a number was given."""

@@ -36,10 +36,14 @@ class MergePiece:
 
 @dataclass(frozen=True, slots=True)
 class CompactionTask:
-    """The pieces that one worker writes to one folder with one receipt; ``index`` is the folder's rank."""
+    """The pieces that one worker writes to one folder with one receipt; ``index`` is the folder's rank.
+
+    ``chunks``: of codes, in the result or in what is merged; a measure of the work, so no part of the plan's digest.
+    """
 
     index: int
     pieces: tuple[MergePiece, ...]
+    chunks: int
 
 
 def compactable_run(manifests: Sequence[Manifest], run: Run) -> Run:
@@ -90,15 +94,18 @@ def plan_tasks(manifests: Sequence[Manifest], run: Run) -> tuple[CompactionTask,
     touched = {table for manifest in upto[run.start :] for table in manifest.recorded}
     for table in sorted(touched & upto[-1].tables.keys()):
         weighed += _baseline_pieces(upto, table) if run.kind == "baseline" else _delta_pieces(upto[run.start :], table)
-    dealt: list[list[MergePiece]] = []
+    dealt: list[list[tuple[MergePiece, int]]] = []
     room = 0
     for piece, chunks in weighed:
         if not dealt or chunks > room:
             dealt.append([])
             room = PIECE_CHUNKS
-        dealt[-1].append(piece)
+        dealt[-1].append((piece, chunks))
         room -= chunks
-    return tuple(CompactionTask(index, tuple(pieces)) for index, pieces in enumerate(dealt))
+    return tuple(
+        CompactionTask(index, tuple(piece for piece, _ in held), sum(chunks for _, chunks in held))
+        for index, held in enumerate(dealt)
+    )
 
 
 def plan_digest(entries: Sequence[ChainEntry], tasks: Sequence[CompactionTask]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -13,6 +14,8 @@ from cnr_store.log.side_objects import find_unneeded
 from cnr_store.maintenance.gc.logs import LogVersions
 from cnr_store.maintenance.gc.report import ProgressCallback, SegmentReport
 from cnr_store.storage import ObjectStat, Storage
+
+logger = logging.getLogger(__name__)
 
 
 class Deletion:
@@ -67,6 +70,7 @@ class Deletion:
             else:
                 self.deleted.add(name)
                 reports[name] = replace(report, state="deleted", size_bytes=size_bytes)
+                logger.info("%s: deleted segment %s, %d bytes: %s", self._storage.url, name, size_bytes, report.reason)
             if progress is not None:
                 progress("segments", done + 1, len(due))
 

@@ -31,6 +31,8 @@ KINDS = ("rows", "codes", "scales", "slots", "dense", "documents", "metadata", "
 """The kinds of bytes of a segment."""
 
 PROGRESS = "progress/0"
+MAX_NAMES = 5
+"""Names of one version that a line of the log has."""
 
 
 def init(url: Url, storage_option: StorageOptions = None, json: Json = False) -> None:
@@ -59,6 +61,8 @@ def _note(item: Document) -> str:
     """Return the names that a record gives and that its version has now, and the message and metrics of its save."""
     about = " -> ".join(str(item[key]) for key in ("name", "target") if item[key] is not None)
     names = [about] * bool(about) + item["tags"] + item["channels"]
+    if len(names) > MAX_NAMES:
+        names[MAX_NAMES:] = [f"{len(names) - MAX_NAMES} more: `cnr tags`, `cnr channels`"]
     return ", ".join([*names, *_notes_of(item["user"])])
 
 
