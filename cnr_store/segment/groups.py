@@ -7,7 +7,7 @@ of a table (`format_spec/decisions/0022`). Nothing is put here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any
@@ -71,22 +71,20 @@ class RowList:
         return self.count >= self.full_chunk_rows
 
 
-@dataclass(slots=True)
-class WrittenList:
+class WrittenList(msgspec.Struct, eq=False, gc=False):
     """A row list of a segment in the making; its ranges are known when its chunks are."""
 
     group: str
     count: int
-    first: list[int] = field(default_factory=list)
-    last: list[int] = field(default_factory=list)
+    first: tuple[int, ...] = ()
+    last: tuple[int, ...] = ()
 
     def line(self) -> ListLine:
         """Return the list's entry of the manifest. All its rows must be in chunks."""
-        return ListLine(group=self.group, count=self.count, first=tuple(self.first), last=tuple(self.last))
+        return ListLine(group=self.group, count=self.count, first=self.first, last=self.last)
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenPart:
+class WrittenPart(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A part of a segment in the making: where it is, and its lists by operation."""
 
     place: PartPlace
@@ -161,8 +159,8 @@ class _Waiting:
         first = rows[starts[:begun]].tolist()
         last = rows[np.minimum(ends[:begun], taken) - 1].tolist()
         for written, low, high in zip(self.lists, first, last, strict=False):
-            written.first.append(low)
-            written.last.append(high)
+            written.first += (low,)
+            written.last += (high,)
         piece = {name: block[:taken] for name, block in self.blocks.items()}
         over = int(np.searchsorted(ends, taken, side="right"))
         self.lists, self.counts = self.lists[over:], np.minimum(self.counts, ends - taken)[over:]

@@ -110,8 +110,9 @@ def _are_in_ranges(joined: RowIds, ends: RowIds, ranges: Sequence[tuple[int, int
     ascending[ends[(ends > 0) & (ends < len(joined))] - 1] = True  # from one table to the next
     starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
     any_key = np.iinfo(np.int64)
-    limits = np.array([(any_key.min, any_key.max) if one is None else (one[0], one[1] - 1) for one in ranges], np.int64)
+    lowest = np.array([any_key.min if one is None else one[0] for one in ranges], np.int64)
+    highest = np.array([any_key.max if one is None else one[1] - 1 for one in ranges], np.int64)
     filled = ends > starts
     first, last = joined[starts[filled]], joined[ends[filled] - 1]
-    inside = (first >= limits[filled, 0]) & (last <= limits[filled, 1])
+    inside = (first >= lowest[filled]) & (last <= highest[filled])
     return bool(ascending.all() and inside.all())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from cnr_store.errors import BadInput
@@ -38,7 +39,18 @@ Placement = Mapping[str, Sequence[Rectangle]]
 
 def whole_of(schema: TableSchema) -> Rectangle:
     """Return the rectangle of a whole dense table."""
-    return Rectangle((0, schema.num_rows), (0, schema.dim))
+    return _whole_of(schema.num_rows, schema.dim)
+
+
+@lru_cache(maxsize=1 << 14)
+def _whole_of(num_rows: int, dim: int) -> Rectangle:
+    return Rectangle((0, num_rows), (0, dim))
+
+
+@lru_cache(maxsize=1 << 14)
+def whole_shard_of(table: str) -> tuple[Shard]:
+    """Return the one shard of a table that a writer holds whole."""
+    return (Shard(table),)
 
 
 def check_placements(placements: Sequence[Placement]) -> dict[str, tuple[int, int]]:
@@ -143,5 +155,5 @@ def assign_owners(sizes: Mapping[str, int], world: int, held: Mapping[str, int] 
 def shards_of(placement: Placement | None, tables: Iterable[str]) -> dict[str, tuple[Shard, ...]]:
     """Return a writer's shards of ``tables``: those of its placement, or each table whole without one."""
     if placement is None:
-        return {table: (Shard(table),) for table in tables}
+        return {table: whole_shard_of(table) for table in tables}
     return {table: tuple(Shard(table, one) for one in sorted(placement.get(table, ()))) for table in tables}

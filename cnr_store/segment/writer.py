@@ -135,7 +135,7 @@ class SegmentWriter:
             for entry in entries.values():
                 self._shards.pop(entry.path, None)
             raise
-        written.first, written.last = [first for first, _ in spans], [last for _, last in spans]
+        written.first, written.last = tuple(first for first, _ in spans), tuple(last for _, last in spans)
         self._close_group(written.group, entries)
         return written
 

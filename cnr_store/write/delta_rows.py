@@ -7,9 +7,9 @@ Pure computation on threads, no I/O. Nothing here moves a mirror: `StagedRows.ap
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -36,8 +36,7 @@ from cnr_store.write.encode import (
 from cnr_store.write.table_options import TableOptions
 
 
-@dataclass(frozen=True, slots=True)
-class TouchedTable:
+class TouchedTable(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Checked rows of one table or shard, and what they are encoded against.
 
     Attributes
@@ -65,8 +64,7 @@ _WIDTHS = ((np.dtype(np.int16), 2**15 - 1), (np.dtype(np.int32), 2**31 - 1))
 """What differences are stored in, and the largest of each."""
 
 
-@dataclass(slots=True)
-class StagedRows:
+class StagedRows(msgspec.Struct, eq=False, gc=False):
     """What one save does to a table's rows: lists by operation, and the state digest they lead to.
 
     ``specs``: the arrays of the rows. ``digest`` is None for tables without a mirror. ``run``: the ``add`` lists of
@@ -74,7 +72,7 @@ class StagedRows:
     """
 
     specs: Mapping[str, ArraySpec]
-    lists: dict[str, StagedList] = field(default_factory=dict)
+    lists: dict[str, StagedList] = {}
     digest: int | None = None
     run: StagedList | None = None
     start: int = 0

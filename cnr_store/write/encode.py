@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -18,8 +18,7 @@ from cnr_store.segment.groups import Blocks, RowList
 from cnr_store.types import MAX_CODE, Affine, Lattice, Rectangle, RowIds
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowUpdate:
+class RowUpdate(msgspec.Struct, frozen=True, eq=False, gc=False):
     """New values of some rows of a table: what `Transaction.write_many` takes of each.
 
     Attributes
@@ -33,7 +32,7 @@ class RowUpdate:
     table: str
     row_ids: RowIds
     values: Array
-    slots: Mapping[str, Array] = field(default_factory=dict)
+    slots: Mapping[str, Array] = {}
     nonfinite: Literal["refuse", "escape"] | None = None
     rectangle: Rectangle | None = None
 
@@ -49,8 +48,7 @@ class FoundBadRows(Exception):
     """Some rows cannot be encoded; the caller separates them and encodes again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
+class Given(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Rows as the caller gives them: sorted ids, and per array (n, width) floats in its own dtype.
 
     The weights of a lattice may be given as their codes instead, int16 or int32 (`holds_codes`).
@@ -64,8 +62,7 @@ class Given:
         return Given(self.rows[chosen], {name: array[chosen] for name, array in self.values.items()})
 
 
-@dataclass(slots=True)
-class StagedList:
+class StagedList(msgspec.Struct, eq=False, gc=False):
     """One row list in memory: sorted rows and per array its stored form (n,) or (n, width)."""
 
     rows: RowIds

@@ -30,7 +30,7 @@ from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.ranks import OneRank, Ranks, rank_zero, together
 from cnr_store.runtime.threads import Throttle, Workers
 from cnr_store.segment.reader import SegmentReader, open_chain
-from cnr_store.segment.shards import Placement, Shard, shards_of
+from cnr_store.segment.shards import Placement, Shard, shards_of, whole_shard_of
 from cnr_store.storage import Storage
 from cnr_store.types import Rectangle
 from cnr_store.write.mirrors import Mirrors
@@ -111,7 +111,7 @@ class RankShards:
                 raise BadInput(
                     f"this writer holds table {table!r} whole; open it with shards= to write rectangles", table=table
                 )
-            return Shard(table)
+            return whole_shard_of(table)[0]
         held = shards_of(self.placement, [table])[table]
         chosen = [shard for shard in held if rectangle is None or shard.rectangle == rectangle]
         if len(chosen) != 1:
