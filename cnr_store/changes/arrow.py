@@ -14,19 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from cnr_store.encodings.widths import to_float32
 from cnr_store.format.records import TableSchema
+from cnr_store.read.arrow_stream import SLOT_PREFIX, float_array, float_type
 from cnr_store.segment.codes import Array
 from cnr_store.types import RowIds, TableDtype
 
 ChangeOperation = Literal["upsert", "delete"]
 OPERATIONS: tuple[ChangeOperation, ...] = ("upsert", "delete")
-SLOT_PREFIX = "slot_"
-"""Slot columns are named apart from the others, whatever a slot is called."""
-
 _WORDS = pa.dictionary(pa.int8(), pa.string())
 _TABLE = pa.dictionary(pa.int32(), pa.string())
-_FLOATS: dict[TableDtype, pa.DataType] = {"float32": pa.float32(), "float16": pa.float16(), "bfloat16": pa.float32()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +93,13 @@ def change_batches(
 
 
 def _floats(name: str, dtype: TableDtype, dim: int | None) -> pa.Field:
-    kind = _FLOATS[dtype]
-    return pa.field(name, kind if dim is None else pa.list_(kind, dim), metadata={"dtype": dtype})
+    return pa.field(name, float_type(dtype, dim), metadata={"dtype": dtype})
 
 
 def _float_array(kind: pa.DataType, block: RowBlock, name: str, dtype: TableDtype) -> pa.Array:
-    absent = None if block.is_present is None else ~block.is_present
     if name not in block.arrays:
         return pa.nulls(len(block.rows), kind)
-    values = np.ascontiguousarray(block.arrays[name])
-    if dtype == "bfloat16" and values.dtype == np.uint16:
-        values = to_float32(values, dtype)
-    if not pa.types.is_fixed_size_list(kind):
-        return pa.array(values.reshape(-1), mask=absent)
-    flat = pa.array(values.reshape(-1))
-    return pa.FixedSizeListArray.from_arrays(flat, type=kind, mask=None if absent is None else pa.array(absent))
+    return float_array(block.arrays[name], dtype, kind, None if block.is_present is None else ~block.is_present)
 
 
 def _operations(block: RowBlock) -> pa.Array:

@@ -1,7 +1,7 @@
 """Maintain a store in one run: compact every log, then collect garbage, within a time budget.
 
-Pure functions decide the order and the time of each stage; `maintain` executes them. Every stage is safe beside
-writers, readers and another run of itself. The next run continues what one left undone.
+Pure functions decide the order and the time of each stage; `maintain` executes them. Every stage is safe
+during saves, reads and other runs. The next run continues unfinished work.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from cnr_store.runtime.threads import check_rate
 from cnr_store.store import Store
 
 StageKind = Literal["compact", "collect"]
-StageOutcome = Literal["done", "stopped", "busy", "failed", "held"]
+StageOutcome = Literal["done", "stopped", "busy", "failed", "skipped"]
 ProgressCallback = Callable[[str, int, int], None]
 """Called as (stage, done, total), with the stages of `compact` and `collect_garbage`."""
 
 WEIGHTS: dict[StageKind, int] = {"compact": 4, "collect": 1}
-"""Weights by which stages share the remaining time. So a long compaction cannot prevent every collection."""
+"""Share of the remaining time of each stage, so that a long compaction cannot use it up."""
 
 MAX_COMPACTIONS = 64
-"""Most compactions of one chain in one run: it bounds a run beside a writer that appends faster than it compacts."""
+"""Maximum number of compactions of one chain in one run; it ends a run whose writer saves faster than it compacts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class StageReport(ShownReport):
     stage
         Which stage.
     outcome
-        ``done``; ``stopped`` by the budget; ``busy``: another process is compacting; ``failed``; ``held``: skipped,
+        ``done``; ``stopped`` by the budget; ``busy``: another process is compacting; ``failed``; ``skipped``,
         because an earlier stage found corrupt data.
     duration_s
         Wall time in seconds.
@@ -107,7 +107,7 @@ class MaintenanceReport(ShownReport):
     def outcome(self) -> Literal["done", "stopped", "failed"]:
         """``failed`` if a stage failed or was skipped, ``stopped`` if the budget ended one, else ``done``."""
         outcomes = {stage.outcome for stage in self.stages}
-        if outcomes & {"failed", "held"}:
+        if outcomes & {"failed", "skipped"}:
             return "failed"
         return "stopped" if "stopped" in outcomes else "done"
 
@@ -168,7 +168,7 @@ def compact(
 ) -> tuple[CompactionReport, ...]:
     """Compact runs of the head's chain, one after the other, until the chain satisfies the policy. Blocks.
 
-    Each run becomes one segment that reads the same, bit for bit. Safe beside writers, readers and other compactions.
+    Each run becomes one segment that reads the same, bit for bit. Safe during saves, reads and other compactions.
     Memory: a few chunks per thread, and the dense tensors of one state.
 
     Parameters
@@ -261,7 +261,7 @@ def maintain(
 ) -> MaintenanceReport:
     """Compact all logs, expire versions that the policy does not keep, delete what is due. Blocks.
 
-    Safe beside writers, readers and other runs. The report contains the error of a failed stage, and the other stages
+    Safe during saves, reads and other runs. The report contains the error of a failed stage, and the other stages
     still run. The exception: after corrupt data nothing is deleted, because only older versions may be intact. At the
     end the run writes its result for monitors (`read_status`).
 
@@ -340,7 +340,7 @@ def maintain(
         begun = clock()
         left_s = None if budget_s is None else started + budget_s - begun
         if stage.kind == "collect" and any(isinstance(report.error, CorruptStore) for report in reports):
-            reports.append(StageReport(stage, "held"))
+            reports.append(StageReport(stage, "skipped"))
             continue
         try:
             report = work[stage.kind](stage, share_s(stages[index:], left_s))

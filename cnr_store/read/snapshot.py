@@ -20,7 +20,6 @@ from cnr_store.format.records import (
     Manifest,
     TableSchema,
 )
-from cnr_store.read.arrow_stream import table_stream
 from cnr_store.read.changed_rows import rows_since
 from cnr_store.read.plan import UNCONFIRMED_BYTES, TablePlan, check_stored, plan_table
 from cnr_store.read.replay import ChunkReader, matching, replay_hashed
@@ -273,6 +272,8 @@ class TableView:
         Unsupported
             A slot with one value per row is stored per column range (`read_rectangle`).
         """
+        from cnr_store.read.arrow_stream import table_stream
+
         return table_stream(self).__arrow_c_stream__(requested_schema)
 
     @property

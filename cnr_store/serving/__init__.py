@@ -19,8 +19,8 @@ from cnr_store.serving.loader import Loader
 from cnr_store.serving.loader_options import LoaderOptions
 from cnr_store.serving.metrics import LoaderMetrics, PollResult
 from cnr_store.serving.rows.attached import AttachedTables
+from cnr_store.serving.rows.lookups import LookupBatch
 from cnr_store.serving.rows.shards import HashShard
-from cnr_store.serving.rows.views import LookupBatch
 from cnr_store.types import RowRange
 
 __all__ = [

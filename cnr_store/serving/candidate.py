@@ -10,7 +10,8 @@ import numpy.typing as npt
 from cnr_store.errors import VersionRefused
 from cnr_store.format.records import TableSchema
 from cnr_store.segment.codes import Array
-from cnr_store.serving.rows.views import LookupBatch, View, lookup_in
+from cnr_store.serving.rows.lookups import LookupBatch, lookup_in
+from cnr_store.serving.rows.views import View
 
 
 class Candidate:

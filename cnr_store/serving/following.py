@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cnr_store.errors import BadInput, BranchNotFound, ChannelNotFound, TagNotFound, VersionExpired, VersionNotFound
+from cnr_store.errors import BadInput, BranchNotFound, VersionExpired, VersionNotFound
 from cnr_store.format.commit_record import LogEntry, is_live
 from cnr_store.format.records import CommitRecord
 from cnr_store.log.rebase import leaves_state
 from cnr_store.serving.update.update_plan import UpdatePlan, follows_directly, plan_path, plan_update
+from cnr_store.store.versions import version_of_channel, version_of_tag
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +55,9 @@ def wanted_version(target: ServeTarget, newest: CommitRecord) -> int:
     if target.version is not None:
         version = target.version
     elif target.tag is not None:
-        if target.tag not in newest.tags:
-            raise TagNotFound(f"no tag {target.tag!r}; there are {sorted(newest.tags)}", found=target.tag)
-        version = newest.tags[target.tag]
+        version = version_of_tag(newest, target.tag)
     elif target.channel is not None:
-        if target.channel not in newest.channels:
-            raise ChannelNotFound(
-                f"no channel {target.channel!r}; there are {sorted(newest.channels)}", found=target.channel
-            )
-        version = newest.channels[target.channel]
+        version = version_of_channel(newest, target.channel)
     if not 0 <= version <= newest.v:
         raise VersionNotFound(f"there is no version {version}; the newest is {newest.v}", version=version)
     if not is_live(newest, version):

@@ -17,8 +17,6 @@ from dataclasses import replace
 from random import random
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy.typing as npt
-
 from cnr_store.errors import BadInput
 from cnr_store.format.layout import branch_of
 from cnr_store.format.records import TableSchema
@@ -30,9 +28,10 @@ from cnr_store.segment.codes import Array
 from cnr_store.serving.following import ServeTarget
 from cnr_store.serving.loader_options import LoaderOptions, check_by_table, check_names
 from cnr_store.serving.metrics import LoaderMetrics, PollResult
+from cnr_store.serving.rows.lookups import Lookups, TableLookups
 from cnr_store.serving.rows.memory import ANONYMOUS
 from cnr_store.serving.rows.shared_memory import SharedMemory
-from cnr_store.serving.rows.views import MIN_VIEW_S, LookupBatch, Lookups, Publisher, as_array
+from cnr_store.serving.rows.views import MIN_VIEW_S, Publisher
 from cnr_store.serving.sinks import RowSink
 from cnr_store.serving.sinks.sink_feed import SinkFeed
 from cnr_store.serving.sources import LoaderSource, scope_of
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     from cnr_store.serving.rows.views import View
 
 
-class Loader:
+class Loader(TableLookups):
     """Tables of a store in memory, at one version for every lookup; `poll` follows the store.
 
     The constructor loads the state and blocks. Lookups may come from any number of threads; they wait neither for each
@@ -153,45 +152,7 @@ class Loader:
         if not follow:
             self._follower.stay()
 
-    # What is looked up.
-
-    def lookup(self, table: str, row_ids: npt.ArrayLike, out: Array | torch.Tensor | None = None) -> Any:
-        """Return rows of a table: (n, dim), in the order of the ids, in the served dtype; absent rows are the fill.
-
-        Parameters
-        ----------
-        row_ids
-            int64 (n,), repeats allowed; anything that numpy takes for that.
-        out
-            (n, dim) of the served dtype, an array or a CPU tensor, filled and returned; without, a new array.
-
-        Raises
-        ------
-        TableNotFound, BadRowIds, BadShape, BadDtype
-        VersionNotFound
-            The loader is closed.
-        """
-        into = None if out is None else {table: as_array(out)}
-        self._metrics.lookups += 1
-        rows = self._lookups.lookup({table: row_ids}, (), into).rows[table]
-        return rows if out is None else out
-
-    def lookup_many(
-        self,
-        row_ids: Mapping[str, npt.ArrayLike],
-        dense: Sequence[str] = (),
-        out: Mapping[str, Array] | None = None,
-    ) -> LookupBatch:
-        """Return rows of several tables, and dense tensors, all of one version.
-
-        Raises
-        ------
-        TableNotFound, BadRowIds, BadShape, BadDtype
-        VersionNotFound
-            The loader is closed.
-        """
-        self._metrics.lookups += 1
-        return self._lookups.lookup(row_ids, dense, None if out is None else {t: as_array(o) for t, o in out.items()})
+    # What lookups see.
 
     @property
     def version(self) -> int:
@@ -236,6 +197,7 @@ class Loader:
             age_s=max(0.0, (wall_ms() - self._queue.states[0].entry.record.ts_ms) / 1000),
             checked_s=time.monotonic() - follower.tail.checked_s,
             cursor=follower.cursor_version,
+            lookups=self._lookups.count,
             retries=self._lookups.retries,
             error=None if error is None else f"{type(error).__name__}: {error}",
         )

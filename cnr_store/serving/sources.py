@@ -15,9 +15,10 @@ from cnr_store.errors import CorruptStore, NotFound
 from cnr_store.read.changed_rows import plan_row_change
 from cnr_store.segment.codes import Array
 from cnr_store.serving.rows.fused_kernels import values_of_rows
+from cnr_store.serving.rows.lookups import Lookups
 from cnr_store.serving.rows.served_table import RowKind
 from cnr_store.serving.rows.shards import rows_in_shard
-from cnr_store.serving.rows.views import Lookups, Publisher, View
+from cnr_store.serving.rows.views import Publisher, View
 from cnr_store.serving.sinks import Published, SinkState, SinkTable, SourceRows
 from cnr_store.serving.update.update_plan import Compare, Same, open_plan, plan_path, plan_update
 from cnr_store.store import Store

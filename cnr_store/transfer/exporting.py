@@ -19,7 +19,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.encodings.widths import to_float32
 from cnr_store.errors import BadInput, TableNotFound, Unsupported
 from cnr_store.format.documents import canonical_json
 from cnr_store.format.layout import encode_name
@@ -332,12 +331,14 @@ def _write_parquet(source: _Source, folder: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from cnr_store.read.arrow_stream import float_array, float_type
+
     (folder / "tables").mkdir()
     (folder / INDEX_FILE).write_bytes(canonical_json(source.metadata))
     for table in dict.fromkeys(tensor.table for tensor in source.tensors if tensor.table is not None):
         arrays = {t.slot or "values": t for t in source.tensors if t.table == table and t.role != "keys"}
-        fields = [pa.field("row_id", pa.int64(), nullable=False)]
-        fields += [pa.field(name, _arrow_type(pa, tensor), nullable=False) for name, tensor in arrays.items()]
+        kinds = {name: float_type(t.dtype, t.shape[1] if len(t.shape) > 1 else None) for name, t in arrays.items()}
+        fields = [pa.field(name, kind, nullable=False) for name, kind in {"row_id": pa.int64(), **kinds}.items()]
         about = {
             METADATA_KEY: canonical_json(
                 {"table": table, "version": source.snapshot.version, "step": source.snapshot.step,
@@ -350,7 +351,8 @@ def _write_parquet(source: _Source, folder: Path) -> None:
         file = folder / "tables" / f"{encode_name(table)}.parquet"
         with pq.ParquetWriter(file, schema, compression="zstd") as writer:
             for rows, window in source.table_windows(table):
-                columns = [pa.array(rows)] + [_arrow_array(pa, arrays[name], window[name]) for name in arrays]
+                values = [float_array(window[name], arrays[name].dtype, kind) for name, kind in kinds.items()]
+                columns = [pa.array(rows), *values]
                 writer.write_batch(pa.record_batch(columns, schema=schema), row_group_size=max(1, len(rows)))
     dense = [tensor for tensor in source.tensors if tensor.role == "dense"]
     if dense:
@@ -364,19 +366,6 @@ def _write_parquet(source: _Source, folder: Path) -> None:
                 row = [[tensor.name], [tensor.dtype], [list(tensor.shape)], [data]]
                 columns = [pa.array(value, kind) for value, kind in zip(row, schema.types, strict=True)]
                 writer.write_batch(pa.record_batch(columns, schema=schema))
-
-
-def _arrow_type(pa: Any, tensor: ExportedTensor) -> Any:
-    element = pa.float16() if tensor.dtype == "float16" else pa.float32()
-    if len(tensor.shape) == 1:
-        return element
-    return pa.list_(pa.field("element", element, nullable=False), tensor.shape[1])
-
-
-def _arrow_array(pa: Any, tensor: ExportedTensor, piece: npt.NDArray[Any]) -> Any:
-    values = to_float32(piece, "bfloat16") if tensor.dtype == "bfloat16" else piece
-    flat = pa.array(np.ascontiguousarray(values).reshape(-1))
-    return flat if len(tensor.shape) == 1 else pa.FixedSizeListArray.from_arrays(flat, type=_arrow_type(pa, tensor))
 
 
 def _check_target(target: Path, format: ExportFormat, *, overwrite: bool) -> None:  # noqa: A002 - as above

@@ -23,10 +23,11 @@ from cnr_store.serving.rows import gather
 from cnr_store.serving.rows.attached import AttachedTables
 from cnr_store.serving.rows.board import Board
 from cnr_store.serving.rows.key_index import KeyIndex
+from cnr_store.serving.rows.lookups import LookupBatch, Lookups, ViewSource
 from cnr_store.serving.rows.memory import Memory
 from cnr_store.serving.rows.served_table import BaseTable, Overlay, row_kind
 from cnr_store.serving.rows.shared_memory import SharedMemory
-from cnr_store.serving.rows.views import LookupBatch, Lookups, Publisher, ViewSource
+from cnr_store.serving.rows.views import Publisher
 from cnr_store.types import Lattice, RowIds
 
 ROWS = 3000

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from cnr_store.serving.rows.attached import AttachedTables
+from cnr_store.serving.rows.lookups import ViewSource
 from cnr_store.serving.rows.shared_memory import SharedMemory
-from cnr_store.serving.rows.views import ViewSource
 from tests.faults.shared_tables_program import LEAST_VERSIONS, Counts, counted, first_tables, publish
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ from tests.support.faulty import IsolatedMemoryFileSystem
 
 @pytest.fixture
 def files() -> IsolatedMemoryFileSystem:
-    """Versions: 2 full of step 10, 3 and 4 deltas of steps 20 and 30, 5 tag."""
+    """Versions: 2 is a baseline of step 10, 3 and 4 are deltas of steps 20 and 30, 5 is a tag."""
     found = IsolatedMemoryFileSystem()
     store = Store.create_on(storage_from_filesystem(found, ROOT), threads=1)
     with store.writer() as writer:

@@ -1,4 +1,4 @@
-"""The logs of a maintained store with their models: what each may hold, and checks that it does."""
+"""The logs of a maintained store with a model of each: the expected content, and checks against it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.store_oracle import CODED
 
 @dataclass(eq=False)
 class Line:
-    """One log and who trains on it: the store's own, or a branch."""
+    """One log (the store's own or a branch) and its training."""
 
     name: str | None = None
     expires_ms: int | None = None
@@ -47,7 +47,7 @@ class Line:
 
 @dataclass(eq=False)
 class Hold:
-    """A lease or a cursor, and the segments that it saves from the end of its branch."""
+    """A lease or a cursor, and the segments that it protects after its branch has ended."""
 
     line: Line
     version: int
@@ -60,12 +60,12 @@ class Hold:
 
 
 def of_the_line(name: str) -> Any:
-    """An attribute of the machine that each line has for itself."""
+    """An attribute of the machine that is stored separately for each line."""
     return property(lambda self: getattr(self.line, name), lambda self, value: setattr(self.line, name, value))
 
 
 class MaintainedLines(StoreMachine):
-    """A training on several logs of one store, and the model of each; `test_maintained_store_machine` has the rules."""
+    """A training on several logs of one store, with a model of each; `test_maintained_store_machine` has the rules."""
 
     fs: Any = of_the_line("fs")
     store: Any = of_the_line("store")
@@ -93,7 +93,7 @@ class MaintainedLines(StoreMachine):
         return self.open_line(self.line, fs)
 
     def open_line(self, line: Line, fs: Any = None) -> Store:
-        """A line as another process sees it."""
+        """A line, opened again as by another process."""
         storage = storage_from_filesystem(self.inner if fs is None else fs, "/root")
         return Store.open_on(storage, branch=line.name, threads=1, retry=QUICK)
 
@@ -105,11 +105,11 @@ class MaintainedLines(StoreMachine):
         return time.time_ns() // 1_000_000 + self.ahead_ms
 
     def has_expired(self) -> bool:
-        """Whether the next collection ends the branch, and a save on it with that."""
+        """Whether the next collection ends the branch, so that a save on it fails."""
         return self.line.expires_ms is not None and self.line.expires_ms <= self.now_ms()
 
     def follow(self, line: Line) -> None:
-        """Take the records that have landed into the model."""
+        """Add the records that were committed to the model."""
         log = line.log
         with self.open_line(line) as store:
             for version in range(len(log.versions), store.latest_version() + 1):
@@ -129,7 +129,7 @@ class MaintainedLines(StoreMachine):
         }
 
     def note_what_holds_save(self, line: Line) -> None:
-        """Holds on a branch that ends still save what they hold."""
+        """The holds on a branch that ends still protect their segments."""
         self.follow(line)
         for hold in [*self.leases, *self.cursors.values()]:
             if hold.line is line:
@@ -145,7 +145,7 @@ class MaintainedLines(StoreMachine):
             self.line = self.main
 
     def check_ended(self, line: Line) -> None:
-        """Nobody can commit or read there any more; what a late save leaves is an orphan."""
+        """No process can commit or read there any more; the objects of a late save are orphans."""
         if line.writer.is_synced:
             with pytest.raises((Fenced, DoesNotApply)):  # the latter where its chain was compacted and collected
                 line.writer.begin(next(self.steps)).commit()
@@ -163,7 +163,7 @@ class MaintainedLines(StoreMachine):
         log.expire(rules, leased, cursors)
 
     def check_storage(self, now_ms: int) -> None:
-        """The objects under ``data/`` are those that live versions need, and those of holds on ended branches."""
+        """The objects under ``data/`` are those that live versions and holds on ended branches need."""
         needed: dict[str, set[str]] = {}
         for line in self.lines:
             # A store of its own: the writer's only thread may be in the save that this collection meets.
@@ -183,7 +183,7 @@ class MaintainedLines(StoreMachine):
         assert held <= {key.split("/")[1] for key in listed}
 
     def check_versions(self) -> None:
-        """Every live version can be opened, by number and by name; every other one is refused."""
+        """Every live version can be opened by number and by name; every other version is refused."""
         for line in self.lines:
             with self.open_line(line) as store:
                 self.check_versions_of(line, store)
@@ -223,7 +223,7 @@ class MaintainedLines(StoreMachine):
                 call()
 
     def check_mirrors(self) -> None:
-        """A process that restores now gets the mirrors that the writer has."""
+        """A process that restores now gets mirrors equal to the writer's."""
         if not self.writer.is_synced or self.is_saving:  # refined scales wait in the mirror for their outcome
             return
         with self.open_line(self.line, self.inner.fork()) as store, store.writer() as fresh:
@@ -245,7 +245,7 @@ class MaintainedLines(StoreMachine):
 
     @contextmanager
     def meeting(self, fs: Flaky, at: int | None, action: Callable[[], None]) -> Iterator[None]:
-        """Let ``action`` happen at the call of that number within the block, before its commit record at the latest."""
+        """Run ``action`` at storage call ``number`` of the block, at the latest before its commit record."""
         if at is None:
             action()
             yield

@@ -1,4 +1,4 @@
-"""A compaction from its head to its outcome: what is read stays the same, beside whoever else is at work."""
+"""A compaction from start to end: every value that is read stays the same, also beside other processes."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_branch_is_compacted_in_its_own_log(store: Store, training: Training) 
 
 @pytest.mark.parametrize("num_rows", [0, 4, 6, 8])
 def test_a_run_that_resizes_a_table_is_sound_compacted(store: Store, num_rows: int) -> None:
-    """What the first segment says that its parts start from was stated of other rows, and verify called it damage."""
+    """Regression: the base digest was of another number of rows, and verify reported damage."""
     values, rows = np.arange(12, dtype=np.float32).reshape(6, 2), np.arange(6)
     halves = [Rectangle((0, 4), (0, 2)), Rectangle((4, 6), (0, 2))]
     with store.writer() as writer, writer.begin(step=0) as txn:
@@ -193,7 +193,7 @@ def test_a_run_that_resizes_a_table_is_sound_compacted(store: Store, num_rows: i
 
 
 def at_first_task(action: Callable[[], Any]) -> Callable[[str, int, int], None]:
-    """A progress callback that acts once, when the first task has been done."""
+    """A progress callback that calls ``action`` once, after the first task."""
     left = [action]
 
     def progress(stage: str, done: int, total: int) -> None:
@@ -227,7 +227,7 @@ def test_a_live_writer_goes_on_before_during_and_after(store: Store) -> None:
 
 
 def test_a_writer_keeps_its_mirrors_if_the_compacted_chain_does_not_open() -> None:
-    """The save was acknowledged, and the next one needed a restore of all tables."""
+    """Regression: the save succeeded, but the next one required a restore of all tables."""
     files, down = IsolatedMemoryFileSystem(), False
 
     def fail_reads_of_manifests(call: Call) -> None:
@@ -252,7 +252,7 @@ def test_a_writer_keeps_its_mirrors_if_the_compacted_chain_does_not_open() -> No
 
 
 def test_a_reply_cut_while_the_compacted_chain_is_opened_costs_nothing() -> None:
-    """The manifest looked damaged, so the mirrors were given up."""
+    """Regression: the cut reply was treated as a damaged manifest, and the mirrors were dropped."""
     files = IsolatedMemoryFileSystem()
     store = Store.create_on(storage_from_filesystem(files, "/root"), threads=1, retry=QUICK)
     training = Training(store)
@@ -284,7 +284,7 @@ def test_a_damaged_compacted_chain_is_refused_once_until_a_baseline() -> None:
 
 
 def compact_behind(training: Training, writer: Writer, files: IsolatedMemoryFileSystem) -> tuple[str, bytes]:
-    """Save twice, and let another process compact both; returns where the new manifest is, and its bytes."""
+    """Save twice, and let another process compact both; return the key of the new manifest, and its bytes."""
     training.full(writer)
     training.delta(writer)
     with Store.open_on(storage_from_filesystem(files, "/root"), threads=1) as other:
@@ -354,7 +354,7 @@ def test_a_run_that_is_gone_is_given_up(store: Store, training: Training, what: 
 
 
 def test_a_chain_replaced_and_deleted_while_it_is_read_is_given_up() -> None:
-    """It was called damaged, which keeps maintenance from deleting anything."""
+    """Regression: this was reported as damage, after which maintenance deletes nothing."""
     files = IsolatedMemoryFileSystem()
     other = Store.create_on(storage_from_filesystem(files, "/root"), threads=1)
     training = Training(other)
@@ -398,7 +398,7 @@ def test_a_transaction_that_was_declared_dead_is_given_up(store: Store, training
 
 
 def test_a_death_that_was_forgotten_meanwhile_is_seen_all_the_same(store: Store, training: Training) -> None:
-    """Two records: one names the transaction, the next has dropped it. The newest alone would let the commit pass."""
+    """One record marks the transaction, the next one removes the mark. Both have to be read."""
 
     def abort() -> None:
         lease = LeasePlace(store.storage, store.internals.log).read()
@@ -475,7 +475,7 @@ def test_a_compacted_delta_holds_the_tensors_that_its_run_held(store: Store, tra
 
 
 def test_a_run_that_leads_to_another_state_is_not_committed(store: Store, training: Training) -> None:
-    """A delta is missing from the chain, and the one behind it says that it goes where that one went."""
+    """One delta is missing from the chain, and the next one claims the missing one's end state."""
     head = store.head()
     baseline, _, second, _ = head.record.chain
     behind = manifest_in(store, second.seg)

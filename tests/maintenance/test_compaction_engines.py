@@ -1,4 +1,4 @@
-"""Threads, processes and a Ray cluster compact to the same bytes, and fail with the same errors."""
+"""Threads, processes and a Ray cluster write the same bytes, and fail with the same errors."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ OTHERS = ["processes", pytest.param(RayPool(), marks=needs_ray, id="ray")]
 
 @pytest.fixture(autouse=True)
 def many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every table is a task of its own."""
+    """Make every table a task of its own."""
     monkeypatch.setattr(tasks, "PIECE_CHUNKS", 1)
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """A Ray cluster of this machine that nothing else reaches."""
+    """A Ray cluster of this machine that other programs cannot reach."""
     if importlib.util.find_spec("ray") is None:
         yield
         return
@@ -63,7 +63,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def without_names(manifest: SegmentDocument) -> dict[str, Any]:
-    """A manifest as plain data, but for what every transaction has of its own."""
+    """A manifest as plain data, without the fields that are unique to a transaction."""
     document: dict[str, Any] = msgspec.to_builtins(manifest)
     return {key: value for key, value in document.items() if key not in ("txn", "base")}
 
@@ -137,7 +137,7 @@ def test_storage_that_no_other_process_reaches_is_refused(engine: Any) -> None:
         with store.writer() as writer:
             training.full(writer)
             training.delta(writer)
-        with pytest.raises(BadInput, match="this process alone"):
+        with pytest.raises(BadInput, match="only this process can open"):
             compact_run(store, run=(0, 2), engine=engine)
 
 

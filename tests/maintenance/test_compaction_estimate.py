@@ -1,4 +1,4 @@
-"""The size that a dry run of a compaction foretells, against the size of the segment that the compaction writes."""
+"""The size that a dry run of a compaction estimates, compared with the size of the written segment."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_estimate_is_near_what_the_compaction_writes(tmp_path: Path, start: 
 
 
 def test_the_estimate_says_when_compacting_makes_more_bytes(tmp_path: Path) -> None:
-    """A baseline of constants costs nearly nothing; rows that change cost more among them than in a delta."""
+    """A baseline of constants is nearly free; rows that change cost more in it than in a delta."""
     random = np.random.default_rng(0)
     rows = np.sort(random.choice(20_000, 1_500, replace=False))
     with Store.create(str(tmp_path / "store"), fsync=False, threads=2) as store:

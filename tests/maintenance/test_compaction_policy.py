@@ -1,4 +1,4 @@
-"""The laws of the compaction planner, by simulated trainings: what a chain may hold, and what keeping it so costs."""
+"""Laws of the compaction planner, by simulated trainings: the limits of a chain, and the bytes that are rewritten."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cnr_store.types import MAX_CHAIN
 
 @dataclass
 class Life:
-    """A store of segment sizes alone. ``kept`` is the share of a run's bytes that its compact keeps, at least."""
+    """A store of segment sizes. ``kept`` is the least share of a run's bytes that its compacted segment has."""
 
     policy: CompactionPolicy
     random: np.random.Generator
@@ -40,7 +40,7 @@ class Life:
         self.arrived += size
 
     def replace(self, run: Run) -> None:
-        """Replace the run by what compacting it may give: a baseline of about the same size, or the union of deltas."""
+        """Replace the run by a possible result: a baseline of about the same size, or the union of deltas."""
         members = self.chain[run.start : run.stop]
         total, most = sum(one.bytes for one in members), max(one.bytes for one in members)
         least = max(1, most if run.kind == "baseline" else int(self.kept * total))
@@ -52,7 +52,7 @@ class Life:
         self.chain[run.start : run.stop] = [self.segment(run.kind, members[0].l0, members[-1].l1, size)]
 
     def compact(self) -> int:
-        """Compact until nothing is left to do; returns how many compactions that were."""
+        """Compact until nothing is left to do; return the number of compactions."""
         compactions = 0
         while (run := choose_run(self.chain, self.policy)) is not None:
             assert len(run) >= 2
@@ -124,7 +124,7 @@ def test_each_byte_is_rewritten_once_per_tier_and_each_baseline_pays_off(
 
 
 def test_equal_deltas_are_written_again_once_per_tier() -> None:
-    """The usual case by numbers: 4 ** 5 saves of one size, without a row in common, are rewritten five times each."""
+    """An example: 4 ** 5 saves of one size, without common rows, are rewritten five times each."""
     life = Life(CompactionPolicy(max_chain=MAX_CHAIN, max_restore_ratio=1000), np.random.default_rng(0), 1.0, 10**6)
 
     for _ in range(4**5):

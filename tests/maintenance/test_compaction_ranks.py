@@ -1,4 +1,4 @@
-"""Lives of a store that several ranks write, on placements that change, compacted before, between and during saves."""
+"""Stores that several ranks write, with changing placements, compacted before, between and during saves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COMPACTS = st.sampled_from(["never", "before", "during", "before and during"])
 
 
 def compact_some_run(store: Store, chance: Any) -> None:
-    """Compact a run that is drawn from the head's chain; what is read there stays the same."""
+    """Compact a random run of the head's chain; the values that are read stay the same."""
     head = store.head()
     length = len(head.record.chain)
     if length < 2:
@@ -102,7 +102,7 @@ def run_ranks(
     *,
     is_first: bool,
 ) -> None:
-    """One training job: every rank restores, saves as planned, and has what was trained; rank 0's machine compacts."""
+    """One training job: every rank restores, saves as planned and has the trained values; rank 0's machine compacts."""
 
     def work(rank: ThreadRank) -> None:
         mine = placements[rank.rank]

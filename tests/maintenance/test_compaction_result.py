@@ -1,4 +1,4 @@
-"""The manifest over a compaction's receipts: put only if every task is there, with what the plan wants of it."""
+"""The manifest of a compaction is written only if every task has a receipt with what was planned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A compaction that ended too early is taken up where it was, and nothing of it is reused that was not verified."""
+"""An interrupted compaction is resumed, and only verified tasks of it are reused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def store(tmp_path: Path) -> Store:
 
 
 class Stopped(Exception):
-    """The work ended here."""
+    """Raised where the test stops the work."""
 
 
 def stop_behind(count: int) -> Callable[[str, int, int], None]:
@@ -61,7 +61,7 @@ def stop_behind(count: int) -> Callable[[str, int, int], None]:
 
 
 def undisturbed(store: Store, tmp_path: Path) -> dict[str, bytes]:
-    """What a compaction of a copy writes that nobody interrupts."""
+    """The objects that an uninterrupted compaction of a copy writes."""
     shutil.copytree(store.url, tmp_path / "copy")
     with Store.open(str(tmp_path / "copy"), fsync=False) as copy:
         assert compact_run(copy, run=ALL).outcome == "committed"
@@ -75,7 +75,7 @@ def lease_of(store: Store) -> leases.CompactionLease:
 
 
 def finish(store: Store, training: Training, expected: dict[str, bytes] | None = None) -> CompactionReport:
-    """Compact to the end, and look at all that lies in the segment."""
+    """Compact to the end, and compare all objects of the segment."""
     report = compact_run(store, run=ALL)
     assert (report.outcome, report.tasks) == ("committed", TASKS)
     segment = store.head().record.chain[0].seg
@@ -274,7 +274,7 @@ def test_a_lease_that_says_what_no_compaction_says_costs_work_at_most(
 
 
 def test_a_lease_does_not_alter_a_segment_that_was_committed_meanwhile(store: Store, training: Training) -> None:
-    """Its base is later than that of the segment, so that nobody would read the record that committed it."""
+    """The lease has a later base than the segment, so the record that committed the segment would not be read."""
     version = store.latest_version()
     first = compact_run(store, run=ALL)
     store.rollback(version)

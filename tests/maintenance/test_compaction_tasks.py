@@ -1,4 +1,4 @@
-"""What is compacted by whom: planned from manifests alone, so every planner of a run plans the same."""
+"""Which worker compacts what: planned from manifests only, so every planner gets the same tasks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def manifest_of(index: int, tables: dict[str, TableSchema], parts: Sequence[Part
 
 
 def chain_of(tables: dict[str, TableSchema], *cuttings: dict[str, list[Tile]]) -> list[Manifest]:
-    """A baseline of all rows, and deltas of none, of the same tables, each cut in its own way."""
+    """A baseline of all rows and empty deltas of the same tables, each cut differently."""
     chain = []
     for index, cutting in enumerate(cuttings):
         parts = [part_of(table, tile) for table, tiles in cutting.items() for tile in tiles]
@@ -236,7 +236,7 @@ def test_deltas_that_are_all_cut_differently_go_into_the_baseline() -> None:
 
 
 def test_deltas_that_cut_other_columns_in_other_rows_go_into_the_baseline() -> None:
-    """They have the same column ranges each, but not for the same rows."""
+    """Both have the same column ranges, but for different rows."""
     tables = {"t": schema_of(10, 6)}
     mixed: list[Tile] = [((0, 5), (0, 6)), ((5, 10), (0, 3)), ((5, 10), (3, 6))]
     turned: list[Tile] = [((5, 10), (0, 6)), ((0, 5), (0, 3)), ((0, 5), (3, 6))]

@@ -1,4 +1,4 @@
-"""Chunks shared by several chunks of a result: decoded once, within a bound, dropped after their last use."""
+"""Chunks that several chunks of a result need: decoded once, bounded in memory, dropped after their last use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows go into which row list: positions of a list to row ids, chunk by chunk."""
+"""Which rows go into which row list: from positions in a list to row ids, chunk by chunk."""
 
 from __future__ import annotations
 

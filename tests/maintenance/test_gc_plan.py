@@ -1,4 +1,4 @@
-"""What a collection plans, from logs alone: names in every log, names taken back, lists cleaned up."""
+"""The plan of a collection, from logs only: marks in every log, marks that are removed, lists that are cleaned up."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def txn(number: int) -> str:
 
 
 def log(chains: Sequence[Sequence[int]], branch: str = "", *, is_closed: bool = False, **fields: Any) -> LogVersions:
-    """One checkpoint per version, with these segments by number."""
+    """A log with one checkpoint per version, with these segments by number."""
     versions = tuple(
         LiveVersion(version, version + 1, version, tuple(segment(number) for number in chain))
         for version, chain in enumerate(chains)
@@ -61,7 +61,7 @@ def plan(logs: Sequence[LogVersions], folders: Sequence[int], **options: Any) ->
 
 
 def named(found: CollectionPlan, branch: str = "") -> set[str]:
-    """What the last record of a log names."""
+    """The transactions that the last planned record of a log marks."""
     return set([step for step in found.steps if step.branch == branch][-1].aborted)
 
 
@@ -117,7 +117,7 @@ def test_a_log_that_is_newer_than_a_name_takes_it_over_with_its_time() -> None:
 
 
 def test_a_name_that_another_log_has_committed_is_taken_back() -> None:
-    """Of two logs one named an orphan, and a writer of the other was faster than the second name."""
+    """One of two logs marked an orphan, and a writer of the other committed it before that log's mark."""
     main, trial = log([[1]], aborted={txn(2): NOW}), log([[2]], "b" * 32)
 
     found = plan([main, trial], [1, 2])

@@ -81,7 +81,7 @@ class MaintainedStoreMachine(MaintainedLines):
     @precondition(lambda self: len(self.lines) <= MOST_BRANCHES and bool(self.main.by_version))
     @rule(data=st.data(), hours=st.none() | st.integers(1, 3), mirror=st.sampled_from(["memory", "none"]))
     def fork(self, data: Any, hours: int | None, mirror: Any) -> None:
-        """A branch begins, and the training goes on there."""
+        """Start a branch, and continue the training there."""
         self.follow(self.main)
         version = data.draw(st.sampled_from(sorted(self.main.by_version)))
         name = f"branch{next(self.names)}"
@@ -131,7 +131,7 @@ class MaintainedStoreMachine(MaintainedLines):
 
     @rule(data=st.data(), hours=st.none() | st.integers(1, 3), number=st.integers(0, 1))
     def move_cursor(self, data: Any, hours: int | None, number: int) -> None:
-        """A consumer follows; a cursor may also go back to what is still there."""
+        """A consumer follows; its cursor may also go back to a version that is still there."""
         name = f"cursor{number}.{self.line.name}"
         version = data.draw(st.sampled_from(sorted(self.line.log.live())))
         ttl_s = None if hours is None else self.ahead_ms / 1000 + 3600.0 * hours
@@ -147,14 +147,14 @@ class MaintainedStoreMachine(MaintainedLines):
 
     @rule(hours=st.integers(1, 3))
     def time_passes(self, hours: int) -> None:
-        """Leases, cursors and branches come to their end; the next collection finds that."""
+        """Leases, cursors and branches end; the next collection finds that they have ended."""
         self.ahead_ms += hours * HOUR_MS
 
     # Compaction.
 
     @rule(max_chain=st.integers(1, 5), fanout=st.integers(2, 4), ratio=st.sampled_from([1.01, 1.5, 1e6]))
     def compact_by_policy(self, max_chain: int, fanout: int, ratio: float) -> None:
-        """Until nothing is left to do; then the chain is as the policy wants it."""
+        """Compact until nothing is left to do; then the chain satisfies the policy."""
         policy = CompactionPolicy(max_chain=max_chain, max_restore_ratio=ratio, fanout=fanout)
         with self.open_line(self.line) as store:
             longest = len(store.head().record.chain)
@@ -171,7 +171,7 @@ class MaintainedStoreMachine(MaintainedLines):
 
     @rule(data=st.data(), killed_at=st.none() | st.integers(0, 60), force=st.booleans())
     def compact_a_run(self, data: Any, killed_at: int | None, force: bool) -> None:
-        """Any run; one that fails on its way is taken up by the next, or collected."""
+        """Compact any run; a compaction that fails is resumed by the next one, or collected."""
         with self.open_line(self.line) as store:
             before = [entry.seg for entry in store.head().record.chain]
         if len(before) < 2:
@@ -214,7 +214,7 @@ class MaintainedStoreMachine(MaintainedLines):
     def collect(
         self, keep_last: int, keep_every: int | None, keep_newest: int | None, batch: int, fails_at: int | None
     ) -> None:
-        """Without any grace. One that fails on its way is taken up by the next."""
+        """Collect without a grace period; the next collection continues one that fails."""
         now_ms = self.now_ms()
         self.follow(self.main)
         since_ms = None
@@ -258,7 +258,7 @@ class MaintainedStoreMachine(MaintainedLines):
         self.go_on()
 
     def collect_with_a_failure(self, fails_at: int, rules: Rules, now_ms: int, options: dict[str, Any]) -> None:
-        """Some of what goes may be gone then, and nothing that was to stay."""
+        """Some of the objects to delete may be deleted then, and no others."""
         before, after = {}, {}
         for line in self.lines:
             self.follow(line)
@@ -279,13 +279,13 @@ class MaintainedStoreMachine(MaintainedLines):
             assert after[line] <= line.log.live() <= before[line]
 
     def go_on(self) -> None:
-        """What the writer knew before the maintenance still carries a save."""
+        """A writer that was opened before the maintenance can still save."""
         if self.writer.is_synced and not self.is_saving and self.rng.random() < 0.5:
             self.delta()
 
     @rule(what=st.lists(st.sampled_from(["compact", "compact all", "collect"]), min_size=2, max_size=4))
     def maintenance(self, what: list[str]) -> None:
-        """As cron has it; every collection leaves only what is newest or named."""
+        """Maintain as a cron job does; every collection keeps only the newest and the named versions."""
         self.maintain([*what, "collect"])
         self.go_on()
 
@@ -301,7 +301,7 @@ class MaintainedStoreMachine(MaintainedLines):
     def save_during_maintenance(
         self, maintenance: list[str], at: int | None, is_one_shot: bool, in_outputs: bool
     ) -> None:
-        """It wins unless its segment was given up, or what it starts from was compacted into something later.
+        """The save wins unless its segment was marked, or its base was compacted into something later.
 
         ``at`` counts storage calls of the commit; None is between staging and commit.
         """

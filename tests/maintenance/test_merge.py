@@ -1,4 +1,4 @@
-"""Merging one part: what is copied, what is written again, what a run of deltas leaves, what is refused."""
+"""Merging one part: what is copied, what is written again, what a run of deltas becomes, what is refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(store: Store, *saves: Any, table: str = "t") -> tuple[SegmentReader, ...]:
-    """Commit each save, a function of a transaction, and return the chain."""
+    """Commit each save (a function of a transaction), and return the chain."""
     with store.writer() as writer:
         for step, save in enumerate(saves):
             with writer.begin(step) as txn:
@@ -176,7 +176,7 @@ def test_codes_that_outgrow_int16_are_rewritten_and_leave_no_other_object(
 def test_a_repeated_task_never_puts_other_bytes_where_the_result_is(
     store: Store, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Narrow codes were put in the place of the wide ones, until these came again: a reader met damage meanwhile."""
+    """Regression: int16 codes replaced int32 ones until the task was repeated; a reader in between found damage."""
     values = np.full((200, 2), 20_000, np.float32)
     readers = write(
         store,
@@ -222,7 +222,7 @@ def test_differences_of_16_bit_floats_may_need_int32_where_codes_do_not(store: S
 
 
 def test_a_difference_before_a_rows_first_set_counts_for_nothing(store: Store, workers: Workers) -> None:
-    """It was added to whatever the memory held, and with 16-bit floats refused as out of range."""
+    """Regression: the difference was added to uninitialized memory, and refused as out of range for 16-bit floats."""
     low, high = np.full((3, 2), -60_000, np.float16), np.full((3, 2), 60_000, np.float16)
     readers = write(
         store,

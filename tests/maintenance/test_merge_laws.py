@@ -1,4 +1,4 @@
-"""Merging any run of a chain changes nothing that anybody can read, at its end or at any later point."""
+"""Merging any run of a chain changes no value that is read, at its end or at any later version."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 class Life(StoreMachine):
-    """A store's life of deltas on the head, so that its chain grows."""
+    """A store to which deltas are added on the head, so that its chain grows."""
 
     def delta(self) -> None:
         state: State = self.state.copy()
@@ -48,7 +48,7 @@ class Life(StoreMachine):
 
 
 def live(seed: int) -> Life:
-    """Some saves of tables of random encodings, with a restart here and there after which scales are refined."""
+    """Some saves of tables with random encodings, and a few restarts after which scales are refined."""
     rng = np.random.default_rng(seed)
     life = Life()
     life.create(mirror="memory", seed=seed)
@@ -60,12 +60,12 @@ def live(seed: int) -> Life:
 
 
 def never_shrinks(plan: TablePlan, before: int | None) -> bool:
-    """Statuses of the changed rows alone, wherever they can be."""
+    """Keep the statuses of changed rows only, where possible."""
     return before is None or all(batch.num_rows >= before for batch in plan.batches)
 
 
 def check_merges(storage: Storage, readers: Sequence[SegmentReader], seed: int, workers: Workers, merges: int) -> None:
-    """Merge random runs, each in the chain that the last one left, and compare every later state."""
+    """Merge random runs, each in the chain after the last merge, and compare every later state."""
     rng = np.random.default_rng(seed)
     original = {reader.manifest.l1: readers[: at + 1] for at, reader in enumerate(readers)}
     chain = list(readers)
@@ -97,7 +97,7 @@ def check_same(chain: Sequence[SegmentReader], original: Sequence[SegmentReader]
 
 
 def check_digests(merged: SegmentReader, original: Sequence[SegmentReader], workers: Workers) -> None:
-    """A part of a merged baseline states what its codes give; one of a delta what the run's last segment states."""
+    """A part of a merged baseline has the digest of its codes, a part of a delta that of the run's last segment."""
     last = original[-1].manifest
     for table, schema in merged.manifest.tables.items():
         parts = [part for part in merged.manifest.parts if part.table == table]
@@ -115,7 +115,7 @@ def check_digests(merged: SegmentReader, original: Sequence[SegmentReader], work
 
 
 def check_inventory(storage: Storage, merged: SegmentReader) -> None:
-    """Nothing lies in the segment that its manifest does not name, but the manifest itself."""
+    """The segment has the objects that its manifest lists, its manifest, and no others."""
     prefix = segment_prefix(merged.name)
     listed = {stat.key.removeprefix(prefix) for stat in storage.list_objects(prefix)}
     named = {entry.path for entry in merged.manifest.objects}
@@ -124,7 +124,7 @@ def check_inventory(storage: Storage, merged: SegmentReader) -> None:
 
 
 def merge_encodings(seed: int, chunk_bytes: int, merged_chunk_bytes: int) -> None:
-    """A life of tables of several encodings, and merges of its chain."""
+    """A chain of tables with several encodings, and merges of it."""
     with pytest.MonkeyPatch.context() as patch, Workers(2) as workers:
         patch.setattr("cnr_store.format.arrays.CHUNK_BYTES", chunk_bytes)
         life = live(seed)
@@ -139,7 +139,7 @@ def merge_encodings(seed: int, chunk_bytes: int, merged_chunk_bytes: int) -> Non
 def merge_tilings(
     seed: int, additive: bool, row_slot: bool, states_digest: bool, chunk_bytes: int, merged_chunk_bytes: int
 ) -> None:
-    """Segments of many parts, cut anew each time, and merges of their chain."""
+    """A chain of segments with many parts, cut differently each time, and merges of it."""
     store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=2)
     with pytest.MonkeyPatch.context() as patch, Workers(2) as workers:
         patch.setattr("cnr_store.format.arrays.CHUNK_BYTES", chunk_bytes)

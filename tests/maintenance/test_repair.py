@@ -1,4 +1,4 @@
-"""`repair_store`: damage is passed by, never written over, and what is repaired is a store like any other."""
+"""`repair_store` appends after damage and never overwrites it; a repaired store works like any other."""
 
 from __future__ import annotations
 
@@ -128,7 +128,10 @@ def test_a_version_is_found_by_time_past_a_superseded_position(files: IsolatedMe
 def test_no_time_finds_another_version_in_the_place_of_a_torn_one(
     files: IsolatedMemoryFileSystem, store: Store, position: int, newest: int
 ) -> None:
-    """A torn newest record is nobody's state; an older one is damage, which a search by time says if it meets it."""
+    """A torn newest record has no state.
+
+    An older torn one is damage, which a search by time reports when it reads it.
+    """
     times = {record.v: record.ts_ms for record in store.log()}
     tear(files, position)
     store = open_store(files)
@@ -213,7 +216,7 @@ def test_a_damaged_newest_delta_is_rolled_back(files: IsolatedMemoryFileSystem, 
 
 
 def test_a_state_that_only_a_replay_finds_wrong_is_rolled_back(files: IsolatedMemoryFileSystem) -> None:
-    """A forged segment: every object has the digest that is stated, the state has not."""
+    """A forged segment: every object has its recorded digest, but the state has not."""
     with open_store(files) as store:
         entry = store.head()
         seg = entry.record.chain[-1]
@@ -387,7 +390,7 @@ def test_an_object_of_an_old_version_that_is_damaged_is_left_as_it_is(
 
 
 def test_a_record_that_cannot_be_read_now_is_not_taken_for_a_torn_one(files: IsolatedMemoryFileSystem) -> None:
-    """A repair would go back behind records that are whole, because the network failed while it looked."""
+    """Regression: after a network failure a repair would have rolled back intact records."""
     fs = FaultyFileSystem(files)
     with Store.open_on(storage_from_filesystem(fs, ROOT), threads=1) as store:
         newest = store.latest_version()

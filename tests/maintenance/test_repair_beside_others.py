@@ -1,4 +1,4 @@
-"""Repair beside writers, other repairs and newer libraries: nothing that they committed is lost."""
+"""Repair during saves, other repairs and with newer libraries: nothing that they committed is lost."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_of_two_repairs_one_supersedes_and_the_other_is_told(
 def test_a_repair_never_goes_back_from_what_was_saved_meanwhile(
     files: IsolatedMemoryFileSystem, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rollback that was chosen before a save landed was committed behind it, and left the newest checkpoint."""
+    """Regression: a rollback was planned before a save and committed after it, and the newest checkpoint was lost."""
     with open_store(files) as other, other.writer() as writer:
         writer.restore()
         flip(files, chunk_of(store, 4))
@@ -113,7 +113,7 @@ def test_a_repair_never_goes_back_from_what_was_saved_meanwhile(
 def test_a_torn_record_that_is_restored_meanwhile_is_not_superseded(
     files: IsolatedMemoryFileSystem, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A repair takes as long as reading a checkpoint; a backup may bring the record back before it appends."""
+    """A repair reads a whole checkpoint before it appends; meanwhile a backup may restore the record."""
     newest = path(commit_key(5))
     record = files.cat_file(newest)
     files.pipe_file(newest, record[:60])

@@ -1,4 +1,4 @@
-"""What monitors are told of a store."""
+"""The state of a store for monitors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`verify_store` on every kind of damage; the sample store is rebuilt once, damaged object by object, and healed."""
+"""`verify_store` finds every kind of damage; one sample store is damaged and repaired object by object."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def problems_by_path(root: Path, *, deep: bool = False) -> dict[str, tuple[int, 
 
 
 def damaged(root: Path, damage: Callable[[bytes], bytes | None]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """For each object but the identity: what is found when it alone is damaged."""
+    """The problems that are found if one object is damaged, for each object but the identity."""
     found = {}
     for path in object_files(root):
         key = key_of(root, path)
@@ -132,7 +132,7 @@ def test_receipt_that_differs_hurts_no_version(root: Path, damage: str) -> None:
 
 
 def test_a_receipt_of_the_committer_is_no_problem_if_it_agrees(root: Path) -> None:
-    """Stores of older versions have one in each segment."""
+    """Other writers may write one in each segment."""
     with Store.open(str(root), fsync=False) as store:
         before = store.snapshot()
         document, segment = document_of(before.manifests[-1]), before.record.chain[-1].seg
@@ -405,7 +405,7 @@ def test_segments_that_no_version_needs_are_counted_and_are_no_problem(root: Pat
 
 
 def rewrite_head(root: Path, **changes: object) -> None:
-    """Put another newest record in place, well-formed in itself."""
+    """Replace the newest record by another well-formed one."""
     raw = (root / NEWEST).read_bytes()
     record = decode_record(raw, 6).record
     (root / NEWEST).write_bytes(encode_record(msgspec.structs.replace(record, **changes)))
@@ -432,7 +432,7 @@ def test_an_altered_time_of_creation_is_named(root: Path) -> None:
 
 
 def test_an_altered_word_of_the_newest_record_is_named(root: Path) -> None:
-    """Nothing stands behind the newest record that has its digest; it says its own."""
+    """No later record has the newest record's digest; its own ``check`` shows the damage."""
     data = (root / NEWEST).read_bytes()
     at = data.index(b'"host":"') + 8
     (root / NEWEST).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])

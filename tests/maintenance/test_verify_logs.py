@@ -1,4 +1,4 @@
-"""`verify_store` on the logs of a store: gaps, stray records, and every branch beside the store's own log."""
+"""`verify_store` on the logs of a store: gaps, stray records, and the branches."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def chain(root: Path, branch: str | None = None) -> list[str]:
 
 
 def damage(root: Path, segment: str, objects: str) -> str:
-    """Flip a bit of one object of a segment; returns its key."""
+    """Flip a bit of one object of a segment; return its key."""
     chunk = next((root / DATA / segment).glob(objects))
     chunk.write_bytes(flip(chunk.read_bytes()))
     return chunk.relative_to(root).as_posix()
@@ -65,7 +65,7 @@ def test_neighbouring_positions_that_are_gone_are_one_problem(root: Path, gone: 
 
 
 def test_a_stray_record_far_behind_the_log_costs_nothing(root: Path) -> None:
-    """One problem for each empty position was collected: minutes, and a gigabyte for each million."""
+    """Regression: one problem per empty position took minutes, and a gigabyte per million positions."""
     (root / commit_key(FAR)).write_bytes(b"{")
 
     report = check(root)
@@ -78,7 +78,7 @@ def test_a_stray_record_far_behind_the_log_costs_nothing(root: Path) -> None:
 
 
 def test_damage_of_a_branch_alone_is_named_with_the_branch(root: Path) -> None:
-    """The store was called sound."""
+    """Regression: the store was reported as sound."""
     key = damage(root, chain(root, "trial")[-1], "r*/delete-0.rows/c/0/0")
 
     report = check(root)

@@ -1,4 +1,4 @@
-"""Stores to damage: a torn record, a flipped bit, and what is there afterwards."""
+"""Stores to damage: a torn record, a flipped bit, and checks afterwards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def path(key: str) -> str:
 
 
 def tear(files: IsolatedMemoryFileSystem, version: int, size: int = 60) -> bytes:
-    """A record of which only the beginning was written, at a position behind the newest."""
+    """Write only the beginning of a record, at the position after the newest."""
     data = files.cat_file(path(commit_key(version - 1)))[:size]
     files.pipe_file(path(commit_key(version)), data)
     return bytes(data)
@@ -46,7 +46,7 @@ def flip(files: IsolatedMemoryFileSystem, key: str) -> None:
 
 
 def chunk_of(store: Store, version: int, name: str = "codes") -> str:
-    """The key of a chunk that this version's last segment brought."""
+    """The key of a chunk of the last segment of this version."""
     prefix = f"data/{store.record(version).chain[-1].seg}/"
     found: str = next(s.key for s in store.storage.list_objects(prefix) if f".{name}/c/" in s.key)
     return found

@@ -12,7 +12,7 @@ import pytest
 from cnr_store import CompactionPolicy, Store, TableOptions
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.serving import HashShard, Loader, LoaderOptions, RowRange
-from cnr_store.serving.rows.views import Lookups
+from cnr_store.serving.rows.lookups import Lookups
 from cnr_store.serving.sinks import FusedRows, SinkState, SinkTable
 from cnr_store.serving.sources import scope_of
 from cnr_store.storage import storage_from_filesystem

@@ -16,9 +16,10 @@ import pytest
 from cnr_store.serving.rows import views
 from cnr_store.serving.rows.attached import AttachedTables
 from cnr_store.serving.rows.board import Board
+from cnr_store.serving.rows.lookups import ViewSource, lookup_in
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
 from cnr_store.serving.rows.shared_memory import SharedMemory
-from cnr_store.serving.rows.views import Publisher, View, ViewSource, lookup_in
+from cnr_store.serving.rows.views import Publisher, View
 from tests.support.served_rows import SCALE, held_table, overlay_of, schema_of
 
 ROWS = np.arange(40)

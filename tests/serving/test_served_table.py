@@ -12,7 +12,7 @@ from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, NonFiniteV
 from cnr_store.format.records import TableSchema
 from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, ExactRows
 from cnr_store.serving.rows import gather
-from cnr_store.serving.rows.lookup_arguments import checked_ids, checked_out
+from cnr_store.serving.rows.lookups import checked_ids, checked_out
 from cnr_store.serving.rows.served_table import BaseTable, Overlay, ServedTable, row_kind
 from cnr_store.serving.rows.shards import HashShard, is_in_shard
 from cnr_store.types import Affine, FloatBits, Lattice, Raw, RowRange

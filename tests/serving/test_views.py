@@ -16,9 +16,10 @@ from cnr_store.segment.codes import ESCAPED, ExactRows
 from cnr_store.serving.rows import board as boards
 from cnr_store.serving.rows import key_index
 from cnr_store.serving.rows.board import LONGEST_DEFERRAL_S, Board
+from cnr_store.serving.rows.lookups import Lookups, lookup_in
 from cnr_store.serving.rows.served_table import BaseTable, row_kind
 from cnr_store.serving.rows.shards import HashShard, is_in_shard
-from cnr_store.serving.rows.views import Lookups, Publisher, View, lookup_in
+from cnr_store.serving.rows.views import Publisher, View
 from tests.support.served_rows import DIM, FILL, SCALE, expected_rows, held_table, overlay_of, schema_of
 
 ROWS = np.arange(40)

@@ -13,10 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cnr_store.serving.rows.attached import AttachedTables
 from cnr_store.serving.rows.board import Board
+from cnr_store.serving.rows.lookups import Lookups, lookup_in
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
 from cnr_store.serving.rows.shards import HashShard, is_in_shard
 from cnr_store.serving.rows.shared_memory import SharedMemory
-from cnr_store.serving.rows.views import Lookups, Publisher, View, lookup_in
+from cnr_store.serving.rows.views import Publisher, View
 from cnr_store.types import RowRange
 from tests.support.served_rows import expected_rows, held_table, overlay_of, schema_of
 

@@ -1,4 +1,4 @@
-"""Runs the command line in this process and takes its output apart."""
+"""Runs the command line in this process and parses its output."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Outcome:
 
     @property
     def document(self) -> Any:
-        """The one JSON document on standard output; fails when there is anything else."""
+        """The one JSON document on standard output; fails if there is anything else."""
         return json.loads(self.out)
 
 
 def cnr(*arguments: object, columns: int = 400) -> Outcome:
-    """Run a command. ``columns``: width of the terminal; the default wraps no text, however long paths are."""
+    """Run a command. ``columns``: width of the terminal; the default wraps no path."""
     result = CliRunner(env={"COLUMNS": str(columns)}).invoke(app, [str(argument) for argument in arguments])
     return Outcome(result.exit_code, result.stdout, result.stderr)

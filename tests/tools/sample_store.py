@@ -24,7 +24,7 @@ Array = npt.NDArray[Any]
 
 
 def build_store(path: Path) -> Store:
-    """Versions: 2 full, 3 and 4 deltas (add rows; dense changes), 5 delta (delete, set, escape), 6 tag `good` on 3."""
+    """Versions: 2 baseline, 3, 4 deltas (add rows; dense changes), 5 delta (delete, set, escape), 6 tag `good` on 3."""
     random = np.random.default_rng(7)
     user = random.normal(size=(400, 8)).astype(np.float32)
     momentum = np.abs(random.normal(size=400)).astype(np.float32)
@@ -59,12 +59,12 @@ def object_files(root: Path) -> list[Path]:
 
 
 def key_of(root: Path, path: Path) -> str:
-    """An object's key."""
+    """The key of an object."""
     return path.relative_to(root).as_posix()
 
 
 def flip(data: bytes, at: int | None = None) -> bytes:
-    """The bytes with one bit turned, in the middle if not said otherwise."""
+    """The bytes with one bit inverted, by default in the middle."""
     place = len(data) // 2 if at is None else at
     return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
 
@@ -91,7 +91,7 @@ def forge_head(store: Store, change: Callable[[Manifest, Forgery], Manifest]) ->
 
 
 class Forgery:
-    """Puts other chunks in place of a segment's, and keeps its inventory true."""
+    """Replaces chunks of a segment, and keeps its inventory correct."""
 
     def __init__(self, store: Store, segment: str, objects: list[str]) -> None:
         self._store = store

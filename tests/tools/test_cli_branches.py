@@ -1,4 +1,4 @@
-"""fork, branches, drop-branch, channel, and `--branch`: what they print, and what scripts get."""
+"""fork, branches, drop-branch, channel and `--branch`: their text output, and their JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""changes: what it counts, prints and writes, where a next run goes on, and how it ends."""
+"""changes: what it counts, prints and writes, where the next run continues, and its exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cursors, drop-cursor: what they print, and what scripts get."""
+"""cursors, drop-cursor: their text output, and their JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `cnr demo` refuses before it trains anything; the demonstration itself is tested apart."""
+"""The arguments that `cnr demo` refuses before it trains; `test_demo` runs the demonstration."""
 
 from __future__ import annotations
 

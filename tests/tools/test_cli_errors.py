@@ -1,4 +1,4 @@
-"""Exit codes, one-line errors, and secrets that stay secret."""
+"""Exit codes, one-line errors, and secrets that are never printed."""
 
 from __future__ import annotations
 

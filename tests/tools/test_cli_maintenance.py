@@ -1,4 +1,4 @@
-"""compact, gc, maintain: what they say, what they change, and how they end."""
+"""compact, gc, maintain: their output, their changes, and their exit codes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AT_ONCE = ("--grace", "0", "--orphan-age", "0", "--force")
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Versions: 2 full, 3 to 10 deltas; a branch off version 4."""
+    """Versions: 2 is a baseline, 3 to 10 are deltas; a branch from version 4."""
     random = np.random.default_rng(7)
     values = random.normal(size=(400, 8)).astype(np.float32)
     with Store.create(str(tmp_path / "store"), fsync=False, threads=2) as store:
@@ -251,9 +251,9 @@ def test_maintain_of_a_damaged_store_deletes_nothing_and_exits_as_corrupt(root: 
     assert (plain.code, as_json.code) == (6, 6)
     assert plain.err.startswith("error: compact: ")
     assert plain.err.count("\n") == 1
-    assert "nothing is deleted while data contradicts itself" in plain.out
+    assert "nothing is deleted from a store with corrupt data" in plain.out
     assert as_json.err == ""
-    assert [item["outcome"] for item in as_json.document["stages"]] == ["failed", "done", "held"]
+    assert [item["outcome"] for item in as_json.document["stages"]] == ["failed", "done", "skipped"]
     assert as_json.document["stages"][0]["error"]["kind"] == "corrupt_object"
     assert set(folders) <= set((root / "data").iterdir())
 

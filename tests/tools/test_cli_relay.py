@@ -1,4 +1,4 @@
-"""relay: what it prints, what scripts get, how it ends; and docs/relay.md as it stands."""
+"""relay: its text output, its JSON and its exit codes; and every command line of docs/relay.md."""
 
 from __future__ import annotations
 

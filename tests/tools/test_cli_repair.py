@@ -1,4 +1,4 @@
-"""`cnr repair`: what it says, what it changes, and how it ends."""
+"""`cnr repair`: its output, its changes, and its exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""init, log, show, tag, untag, rollback, version: what they print, and what scripts get."""
+"""init, log, show, tag, untag, rollback, version: their text output, and their JSON."""
 
 from __future__ import annotations
 

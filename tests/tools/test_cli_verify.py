@@ -1,4 +1,4 @@
-"""`cnr verify`: exit codes, the table and the document."""
+"""`cnr verify`: its exit codes, its table and its document."""
 
 from __future__ import annotations
 

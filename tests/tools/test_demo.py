@@ -1,4 +1,4 @@
-"""`cnr demo`: killed during a save, restored, finished; exact mode differs from nothing."""
+"""`cnr demo`: killed during a save, restored, finished; in exact mode the weights are equal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from format_spec.reader.compare import compare
 
 
 def checked(options: DemoOptions) -> DemoReport:
-    """Run the demonstration and check what holds for every one of them."""
+    """Run the demonstration and check what every run must show."""
     report = run_demo(options)
     store = Store.open(options.store)
     record = store.snapshot().record

@@ -1,4 +1,4 @@
-"""The model of the demonstration: its optimizer, its metrics, and that equal state gives equal bits."""
+"""The model of the demonstration: its optimizer and metrics; equal state gives equal bits."""
 
 from __future__ import annotations
 

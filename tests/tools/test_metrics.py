@@ -1,4 +1,4 @@
-"""Metrics as Prometheus reads them: printed, in a file, and from a process that serves them."""
+"""Prometheus metrics: printed, in a file, and over HTTP."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAST = LastMaintenance(
 
 
 def samples(text: str) -> Samples:
-    """Name and the last label that is not the store -> value."""
+    """Map each name and last label, other than the store, to its value."""
     found: Samples = {}
     for family in text_string_to_metric_families(text):
         assert family.documentation, family.name
@@ -46,7 +46,7 @@ def samples(text: str) -> Samples:
 
 @pytest.fixture
 def served(root: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A really started server on a free port of the loopback, and its address."""
+    """A running server on a free port of the loopback, and its address."""
     command = [str(Path(sys.executable).with_name("cnr")), "metrics", str(root), "--listen", "127.0.0.1:0"]
     process = subprocess.Popen([*command, "--max-age", "0"], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None

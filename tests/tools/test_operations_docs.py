@@ -1,4 +1,4 @@
-"""Every command line, manifest and snippet of docs/operations.md runs as it stands."""
+"""Every command line, manifest and snippet of docs/operations.md runs unchanged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def command_lines(block: str) -> list[list[str]]:
-    """The arguments behind ``cnr`` of each line."""
+    """The arguments after ``cnr`` of each line."""
     words = [shlex.split(line, comments=True) for line in block.splitlines()]
     assert all(line[0] == "cnr" for line in words if line)
     return [line[1:] for line in words if line]
@@ -46,7 +46,7 @@ def cron_lines(text: str) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of a baseline and twelve deltas, with a cursor, that holds what the docs name."""
+    """A store of a baseline and twelve deltas, with a cursor, which has the names of the docs."""
     root = tmp_path_factory.mktemp("docs") / "run-7"
     random = np.random.default_rng(3)
     values = random.normal(size=(300, 8)).astype(np.float32)
@@ -65,7 +65,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(sample: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory of a reader of the docs: it has a copy of the store in it."""
+    """The working directory for the docs, with a copy of the store."""
     shutil.copytree(sample, tmp_path / "run-7")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -88,7 +88,7 @@ def test_commands_run(place: Path, block: str) -> None:
 
 
 def assert_serves(line: list[str]) -> None:
-    """The port of the docs may be taken on this machine; any that is free does."""
+    """Use any free port, because the port of the docs may be in use."""
     at = line.index("--listen") + 1
     host, _, port = line[at].rpartition(":")
     assert port.isdigit()

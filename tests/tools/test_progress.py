@@ -1,4 +1,4 @@
-"""Progress bars: only on a terminal, bytes as bytes and counts as counts, and no time that is not known."""
+"""Progress bars: only on a terminal, bytes and counts in their own units, and no remaining time before it is known."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.tools.sample_store import build_store
 
 
 def bars(*arguments: object) -> str:
-    """What a command writes to a terminal that is its standard error, without control codes."""
+    """The standard error of a command on a terminal, without control codes."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-c", "from cnr_store_tools.cli import main; main()", *map(str, arguments)]
     try:

@@ -1,4 +1,4 @@
-"""docs/recovery.md: each line of its table is tried, with the commands that it gives."""
+"""docs/recovery.md: each case of its table, with the commands that it gives."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def run(block: str, **names: str) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store with a relay and a copy, as the page makes them."""
+    """A store with a relay and a copy, made by the commands of the page."""
     monkeypatch.chdir(tmp_path)
     build_store(Path("run-7")).close()
     run(BEFORE)
 
 
 def state(url: str, version: int | None = None) -> dict[str, str]:
-    """The digests of all that a version has."""
+    """The digests of everything that a version has."""
     with Store.open(url) as store:
         return {name: sha256(data) for name, data in bytes_of(store.snapshot(version)).items()}
 

@@ -1,4 +1,4 @@
-"""``cnr report``: one page that loads nothing, escapes every name, and shows what the store has."""
+"""``cnr report``: one page that loads nothing, escapes every name, and shows the content of the store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    """A baseline, six deltas of two tables, one with a hostile name, a tag, a channel and a branch."""
+    """A baseline, six deltas of two tables (one with a hostile name), a tag, a channel and a branch."""
     random = np.random.default_rng(0)
     values = random.normal(size=(400, 8)).astype(np.float32)
     with Store.create(str(tmp_path / "run"), fsync=False) as store:
@@ -43,7 +43,7 @@ def url(tmp_path: Path) -> str:
 
 
 class Checked(HTMLParser):
-    """Every tag is closed in order, and nothing is loaded."""
+    """Check that every tag is closed in order, and that nothing is loaded."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -188,8 +188,8 @@ def maintenance_parts(report: MaintenanceReport) -> Iterator[Part]:
             yield f"  {compaction_text(compaction)}"
         if stage.collection is not None:
             yield f"  {gc_text(stage.collection)}"
-        if stage.outcome == "held":
-            yield "  nothing is deleted while data contradicts itself; run `cnr verify`"
+        if stage.outcome == "skipped":
+            yield "  nothing is deleted from a store with corrupt data; run `cnr verify`"
     yield (
         f"{report.url}: {report.outcome} in {duration_text(report.duration_s)}, "
         f"{size_text(report.rewritten_bytes)} rewritten, {size_text(report.deleted_bytes)} deleted"

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from cnr_store.errors import BadRowIds, CorruptStore, StorageFailure, TableNotFound
 from cnr_store.integrations.redis.connection import Connection, CurrentGeneration, connected, document_of, numbers_of
-from cnr_store.serving.rows.lookup_arguments import checked_ids
+from cnr_store.serving.rows.lookups import checked_ids
 from cnr_store.serving.sinks.protocol import SinkState
 from cnr_store.serving.sinks.stored_rows import row_width, rows_from_bytes
 from cnr_store.types import RowIds

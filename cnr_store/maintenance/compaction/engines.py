@@ -143,7 +143,7 @@ def check_engine(engine: Engine, storage: Storage, workers: int | None) -> None:
         raise BadInput(f"workers is {workers}, expected 1 or more", expected=1, found=workers)
     if engine != "threads" and storage.recipe is None:
         raise BadInput(
-            f"{storage.url} can be opened in this process alone (it is in memory, or on a given file system object), "
+            f"only this process can open {storage.url} (it is in memory, or on a given file system object), "
             f"but engine {engine!r} uses other processes; use 'threads'",
             found=engine,
         )

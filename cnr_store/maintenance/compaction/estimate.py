@@ -58,7 +58,7 @@ def estimate_bytes(readers: Sequence[SegmentReader], run: Run, workers: Workers)
 
 
 _BREAK_BYTES = 4
-"""What a changed row among constant ones costs beside its values: the entropy coder says where it is (measured)."""
+"""Bytes of a changed row among constant ones, besides its values: the entropy coder stores its position (measured)."""
 
 
 @dataclass(slots=True)

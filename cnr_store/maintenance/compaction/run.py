@@ -47,7 +47,7 @@ ProgressCallback = Callable[[str, int, int], None]
 """Called as (stage, done, total): ``compact``, in bytes of the run that is merged."""
 
 LEASE_S = 600.0
-"""Seconds after which a compaction's lease expires if it is not renewed; a task takes seconds."""
+"""Seconds after its last renewal at which the lease of a compaction expires; a task takes seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,22 +108,19 @@ def compact_run(
     workers: int | None = None,
     bytes_per_s: float | None = None,
     deadline_s: float | None = None,
-    lease_s: float = LEASE_S,
     force: bool = False,
     dry_run: bool = False,
     progress: ProgressCallback | None = None,
 ) -> CompactionReport:
     """Compact one run of the head's chain into one segment that reads bit-identically; commit it. Blocks.
 
-    Safe beside writers, readers and other compactions. One call compacts one run. Memory: a few chunks per thread, and
+    Safe during saves, reads and other compactions. One call compacts one run. Memory: a few chunks per thread, and
     the dense tensors of one state.
 
     Parameters
     ----------
     run
         Positions (start, stop) of the chain to compact, instead of the policy's choice.
-    lease_s
-        Seconds after its last renewal during which other processes treat this call as active.
 
     Other parameters and errors are those of `cnr_store.compact`.
 
@@ -171,7 +168,7 @@ def compact_run(
             options = _WorkOptions(
                 engine, workers, bytes_per_s, _is_over(started, deadline_s), progress or _say_nothing
             )
-            report = _take_up(store, report, plan, options, lease_s, force=force, is_bound=run is not None)
+            report = _take_up(store, report, plan, options, force=force, is_bound=run is not None)
     return replace(report, seconds=time.monotonic() - started)
 
 
@@ -242,7 +239,6 @@ def _take_up(
     report: CompactionReport,
     plan: _Plan,
     options: _WorkOptions,
-    lease_s: float,
     *,
     force: bool,
     is_bound: bool,
@@ -269,7 +265,7 @@ def _take_up(
         "%s: merging %d segments, %d bytes, into one %s: %s",
         store.url, len(described.run), described.bytes_in, described.kind, described.reason,
     )  # fmt: skip
-    held = place.hold(note, lease_s)
+    held = place.hold(note, LEASE_S)
     try:
         return _Work(store, plan, held, options).carry_out(report)
     finally:

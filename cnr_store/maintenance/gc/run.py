@@ -63,7 +63,7 @@ MIN_ORPHAN_AGE_S = 86_400.0
 """Lowest orphan age without ``force``, in seconds; with a lower one a save in progress may fail."""
 
 _PLANS = 50
-"""How often one run plans again after another writer committed first; then the rest is left to the next run."""
+"""Maximum number of plans of one run, if other writers commit first; the next run does the rest."""
 
 
 def collect_garbage(
@@ -82,7 +82,7 @@ def collect_garbage(
 ) -> GcReport:
     """Expire versions that the policy does not keep, in all logs; delete what no live version needs.
 
-    Blocks. Safe beside writers, readers, compactions and other collections. Idempotent; the next run continues one
+    Blocks. Safe during saves, reads, compactions and other collections. Idempotent; the next run continues one
     that was killed. One run marks a segment; a run after the grace period deletes it. Memory is proportional to live
     versions plus segments. Requests: one per live version that is read, one listing of ``data/``, and one listing plus
     the deletes for each deleted segment.
@@ -180,7 +180,7 @@ def check_arguments(grace_s: float, orphan_age_s: float, batch: int = 1, *, forc
 
 
 class _Overtaken(Exception):
-    """A needed segment is missing, but the logs have newer records by now: read and plan again."""
+    """A needed segment is missing, and the logs have newer records: read and plan again."""
 
 
 class _Collection:
@@ -258,7 +258,7 @@ class _Collection:
         deletion, lists = Deletion(self._storage), Deleted()
         was_stopped = self._is_late()
         if not was_stopped:
-            # Read the heads, then leases and cursors, again: a reader that put one sees our records, or is seen here.
+            # Read the heads again, then leases and cursors. A reader that put one reads our records, or is found here.
             logs = self._read_logs()
             now_ms = self._clock_ms()
             leases, cursors = read_held(self._storage, now_ms)

@@ -23,7 +23,7 @@ from cnr_store.segment.reader import SegmentReader, in_chain
 from cnr_store.storage import Storage
 
 MOST_LOOKS = 3
-"""Most attempts of one check. An attempt takes minutes and compacted segments are kept for the grace period."""
+"""Maximum number of attempts of one check. An attempt takes minutes; compacted segments stay for a grace period."""
 
 
 class Count:
@@ -202,7 +202,7 @@ class ChainChecks:
 
 
 def was_overtaken(log: LogReader, findings: Findings) -> bool:
-    """Return whether an object of a version that expired meanwhile is missing: no damage (spec, CNR-GC-12).
+    """Return whether a missing object is of a version that has expired since: no damage (spec, CNR-GC-12).
 
     A few GETs if any is missing.
     """

@@ -1,4 +1,4 @@
-"""Read the other logs of a store beside the opened one: their damage is damage of the store, too."""
+"""Read the other logs of a store, in addition to the opened one, because damage in any log is damage of the store."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class LogReport(ShownReport):
     branch
         The branch of the log; None is the store's own log.
     is_read
-        Whether its chains were read. If a version or a branch was asked for, only its records were.
+        Whether its chains were read. If the check was of one version or of a branch, only its records were read.
     head, versions, restorable, superseded
         As in `VerifyReport`.
     """

@@ -15,7 +15,7 @@ from cnr_store.runtime.threads import Workers
 from cnr_store.store import Store
 
 _NONE_KEPT = -1
-"""No version: the walk only needs which versions use which segment, and keeps no record."""
+"""No version. The walk collects which versions use which segment, and keeps no record."""
 
 
 @dataclass(frozen=True, slots=True)

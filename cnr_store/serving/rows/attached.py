@@ -10,10 +10,10 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -22,14 +22,15 @@ from cnr_store.errors import CorruptObject, StorageFailure, VersionNotFound
 from cnr_store.format.limits import MAX_MANIFEST_BYTES
 from cnr_store.runtime.local_files import failing_at, read_at_most
 from cnr_store.serving.rows.board import BOARD_BYTES, Board
+from cnr_store.serving.rows.lookups import Lookups, TableLookups
 from cnr_store.serving.rows.memory import Array
 from cnr_store.serving.rows.served_table import BaseTable
 from cnr_store.serving.rows.shared_memory import BOARD_FILE, current_generation, map_file
 from cnr_store.serving.rows.view_file import ArrayRef, BaseRef, check_file_name, check_ref, parse_view, view_of
-from cnr_store.serving.rows.views import LookupBatch, Lookups, View, as_array
+from cnr_store.serving.rows.views import View
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 RECHECK_S = 1.0
 """Seconds between checks for a new owner that took over from a killed one."""
@@ -51,16 +52,14 @@ class _Attachment:
     base: Mapping[str, tuple[BaseRef, BaseTable]]
 
 
-class AttachedTables:
+class AttachedTables(TableLookups):
     """The tables that the owner of ``folder`` serves, for lookups on any number of threads.
 
     >>> with AttachedTables("/dev/shm/model") as tables:  # doctest: +SKIP
     ...     batch = tables.lookup_many({"user": [3, 5]})
     """
 
-    def __init__(
-        self, folder: str | Path, *, recheck_s: float = RECHECK_S, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, folder: str | Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Attach; a process that cannot wait for the loader calls this again later.
 
         Raises
@@ -73,7 +72,6 @@ class AttachedTables:
         AccessDenied, StorageFailure
         """
         self.folder = Path(folder)
-        self._recheck_s = recheck_s
         self._clock = clock
         self._lock = threading.Lock()
         self._attached: _Attachment | None = None
@@ -103,30 +101,6 @@ class AttachedTables:
         """How often a view was merged under a lookup, which then read again."""
         return self._lookups.retries
 
-    def lookup(self, table: str, row_ids: npt.ArrayLike, out: Array | torch.Tensor | None = None) -> Any:
-        """Return rows of a table: (n, dim), in the order asked for, of the newest version; as `Loader.lookup`.
-
-        Raises
-        ------
-        TableNotFound, BadRowIds, BadShape, BadDtype, VersionNotFound
-        """
-        rows = self._lookups.lookup({table: row_ids}, (), None if out is None else {table: as_array(out)}).rows[table]
-        return rows if out is None else out
-
-    def lookup_many(
-        self,
-        row_ids: Mapping[str, npt.ArrayLike],
-        dense: Sequence[str] = (),
-        out: Mapping[str, Array] | None = None,
-    ) -> LookupBatch:
-        """Return rows of several tables, and dense tensors, all of the newest version; as `Loader.lookup_many`.
-
-        Raises
-        ------
-        TableNotFound, BadRowIds, BadShape, BadDtype, VersionNotFound
-        """
-        return self._lookups.lookup(row_ids, dense, None if out is None else {t: as_array(o) for t, o in out.items()})
-
     def close(self) -> None:
         """Forget what is mapped; it is unmapped when no array of it is left. Rows of batches are copies and stay."""
         with self._lock:
@@ -153,7 +127,7 @@ class AttachedTables:
         return attached.view, attached.board
 
     def _is_time_to_check(self, board: Board) -> bool:
-        wait = RECHECK_ENDED_S if board.has_ended else self._recheck_s
+        wait = RECHECK_ENDED_S if board.has_ended else RECHECK_S
         return self._clock() - self._checked_at >= wait
 
     def _follow_owner(self, attached: _Attachment) -> _Attachment:

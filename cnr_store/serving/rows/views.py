@@ -1,4 +1,4 @@
-"""Publishes versions of tables one at a time, and looks rows up without mixing two versions.
+"""Publishes versions of tables one at a time, so that no lookup mixes two versions.
 
 A view is base rows plus an overlay of the rows that its version changed. A publisher builds the overlay first, then
 swaps the view. Later it merges the overlay into the base rows. Lookups in older views notice this by the `Board` and
@@ -12,15 +12,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from cnr_store.errors import BadInput, CnrStoreError, TableNotFound, VersionNotFound
+from cnr_store.errors import TableNotFound, VersionNotFound
 from cnr_store.segment.codes import Array, ExactRows
 from cnr_store.serving.rows.board import LONGEST_DEFERRAL_S, Board
-from cnr_store.serving.rows.lookup_arguments import checked_ids, checked_out
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
 from cnr_store.serving.rows.merging import merge_into, merge_target
 from cnr_store.serving.rows.served_table import BaseTable, Overlay, ServedTable
@@ -30,9 +27,6 @@ MERGE_AFTER_S = 0.05
 
 MIN_VIEW_S = 0.01
 """Seconds before which they are never merged, so that lookups in the former view have ended."""
-
-FAILURES_BEFORE_DEFERRAL = 3
-"""Number of failed attempts after which a lookup asks the publisher to defer merging."""
 
 TableChange = Overlay | BaseTable | None
 """An overlay of changed rows; a new or reloaded table; or None for a removed table."""
@@ -70,29 +64,6 @@ class View:
     def has_overlays(self) -> bool:
         """Whether there is anything to merge."""
         return any(table.overlay is not None for table in self.tables.values())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LookupBatch:
-    """The rows of one lookup, all of one version.
-
-    Attributes
-    ----------
-    rows
-        Table to (n, width) as it is served; absent rows are the fill.
-    dense
-        The dense tensors that were asked for; not to be written.
-    missing
-        Table to bool (n,) where ids are absent; None where all are there. Tables whose values are found by position
-        have a row for every id.
-    """
-
-    version: int
-    step: int
-    epoch: int
-    rows: Mapping[str, Array]
-    dense: Mapping[str, Array]
-    missing: Mapping[str, npt.NDArray[np.bool_] | None]
 
 
 class Publisher:
@@ -420,118 +391,6 @@ class Publisher:
         for block in self._blocks - live:
             self._memory.release(block)
         self._blocks = live
-
-
-class Lookups:
-    """Lookups in the newest view of a source: a `Publisher`, or an `AttachedTables`' of another process.
-
-    Any number of threads may look up at once, without locks. ``retries`` counts views that were merged under a
-    lookup.
-    """
-
-    def __init__(self, source: ViewSource) -> None:
-        self._source = source
-        self.retries = 0
-
-    def lookup(
-        self,
-        ids: Mapping[str, npt.ArrayLike],
-        dense: Sequence[str] = (),
-        out: Mapping[str, Array] | None = None,
-    ) -> LookupBatch:
-        """Return rows of some tables and dense tensors, all of one version, the newest.
-
-        Parameters
-        ----------
-        ids
-            Table to row ids (n,), any integers, any order, repeats allowed.
-        dense
-            Names of dense tensors.
-        out
-            Table to an array for its rows, C-contiguous; a table that is not named gets a new one.
-
-        Raises
-        ------
-        TableNotFound, BadRowIds, BadShape, BadDtype, NonFiniteValues, VersionNotFound
-        """
-        failures = 0
-        while True:
-            started = time.monotonic()
-            view, board = self._source.newest_view()
-            try:
-                batch = lookup_in(view, ids, dense, out)
-            except CnrStoreError:
-                # Rows that are being merged can look like anything; an error counts if the view was whole.
-                if board.is_whole(view.epoch):
-                    raise
-                batch = None
-            self._gathered(view)
-            if batch is not None and board.is_whole(view.epoch):
-                return batch
-            self.retries += 1
-            failures += 1
-            if failures >= FAILURES_BEFORE_DEFERRAL:
-                board.defer_merges(4 * (time.monotonic() - started) + 0.01)
-
-    def _gathered(self, view: View) -> None:
-        """Between the copy of the rows and the look at the board; tests merge here."""
-
-
-class ViewSource(Protocol):
-    """Where the newest view is to be had."""
-
-    def newest_view(self) -> tuple[View, Board]:
-        """Return the newest view, and the board that shows whether it was whole."""
-
-
-def as_array(out: Any) -> Array:
-    """Return the memory that a caller gives for rows, an array or a CPU tensor, as numpy carries it.
-
-    Raises
-    ------
-    BadInput
-        It is something else, or on another device.
-    """
-    if isinstance(out, np.ndarray):
-        return out
-    if not hasattr(out, "device"):
-        raise BadInput(f"out takes a numpy array or a CPU tensor, found {type(out).__name__}", found=str(type(out)))
-    from cnr_store.serving.rows.tensors import array_of
-
-    return array_of(out)
-
-
-def lookup_in(
-    view: View,
-    ids: Mapping[str, npt.ArrayLike],
-    dense: Sequence[str] = (),
-    out: Mapping[str, Array] | None = None,
-) -> LookupBatch:
-    """Return rows of one given view as `Lookups.lookup` does, unchecked: a candidate's, on the publisher's thread."""
-    rows: dict[str, Array] = {}
-    missing: dict[str, npt.NDArray[np.bool_] | None] = {}
-    for name, wanted in ids.items():
-        table = view.table(name)
-        kind = table.base.kind
-        keys = checked_ids(wanted, name)
-        into = checked_out(None if out is None else out.get(name), len(keys), kind, name)
-        can_miss = table.base.index is not None or kind.kept_as == "codes"
-        flags = np.empty(len(keys), np.bool_) if can_miss else None
-        absent = table.read(keys, into, flags)
-        rows[name] = into
-        missing[name] = flags if absent else None
-    return LookupBatch(
-        view.version, view.step, view.epoch, rows, {name: _tensor(view, name) for name in dense}, missing
-    )
-
-
-def _tensor(view: View, name: str) -> Array:
-    if name not in view.dense:
-        raise TableNotFound(
-            f"version {view.version} has no dense tensor {name!r}; it has {sorted(view.dense)}",
-            table=name, version=view.version,
-        )  # fmt: skip
-    return view.dense[name]
 
 
 def _arrays_of(view: View) -> list[Array]:

@@ -1,4 +1,4 @@
-"""The store of the tests of a collection."""
+"""The store of the tests of garbage collection."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def fs() -> IsolatedMemoryFileSystem:
 
 @pytest.fixture
 def store(fs: IsolatedMemoryFileSystem) -> Store:
-    """Versions 2 to 7: full, delta, delta, full, delta, delta."""
+    """Versions 2 to 7: baseline, delta, delta, baseline, delta, delta."""
     made = Store.create_on(on(fs))
     assert fill(made) == [2, 3, 4, 5, 6, 7]
     return made

@@ -1,4 +1,4 @@
-"""Stores that collections delete from, and what the tests of a collection ask of them."""
+"""Stores for the tests of garbage collection, and checks of their content."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAST = RetentionPolicy(keep_last=1)
 
 
 def collect(store: Store, keep_last: int = 1, **options: Any) -> GcReport:
-    """A collection that waits for nobody."""
+    """A collection without a grace period."""
     options = {"policy": RetentionPolicy(keep_last=keep_last), "grace_s": 0.0, "orphan_age_s": 0.0, **options}
     return collect_garbage(store, **{"dry_run": False, "force": True, **options})
 
@@ -35,7 +35,7 @@ def save(writer: Writer, step: int, *, full: bool = False) -> int:
 
 
 def fill(store: Store, steps: int = 6, every: int = 3) -> list[int]:
-    """Checkpoints 1 to ``steps``, every so many a baseline; their versions."""
+    """Save checkpoints 1 to ``steps``, every n-th a baseline; return their versions."""
     with store.writer() as writer:
         if store.head().record.chain:
             writer.restore()
@@ -47,7 +47,7 @@ def on(fs: Any) -> Storage:
 
 
 def again(fs: Any) -> Store:
-    """The store as another process sees it."""
+    """The store, opened again as by another process."""
     return Store.open_on(on(fs))
 
 
@@ -60,7 +60,7 @@ def contents(store: Store) -> dict[str, bytes | None]:
 
 
 def referenced(*stores: Store) -> set[str]:
-    """Every object that a live version of these logs needs, from the records and manifests alone."""
+    """All objects that a live version of these logs needs, by the records and manifests."""
     found: set[str] = set()
     for store in stores:
         for version in range(store.latest_version() + 1):
@@ -100,7 +100,7 @@ def states(report: GcReport) -> dict[str, int]:
 
 
 def age(fs: IsolatedMemoryFileSystem, days: float, part: str = "") -> None:
-    """Make the objects whose path has ``part`` as old as that."""
+    """Set the age of the objects whose path contains ``part``."""
     then = dt.datetime.now(tz=dt.UTC) - dt.timedelta(days=days)
     for path, file in fs.store.items():
         if part in path:
@@ -108,7 +108,7 @@ def age(fs: IsolatedMemoryFileSystem, days: float, part: str = "") -> None:
 
 
 def orphan(store: Store, txn: str = "e" * 32) -> str:
-    """What a save leaves that was killed before its manifest."""
+    """The objects of a save that was killed before it wrote its manifest."""
     name = segment_name(store.latest_version(), txn)
     store.storage.put(segment_key(name, "r00000-12345678/t/zarr.json"), b"{}")
     return name
@@ -122,7 +122,7 @@ def is_commit(call: Call) -> bool:
 
 
 def once(when: Callable[[Call], bool], action: Callable[[], object]) -> Callable[[Call], None]:
-    """Run ``action`` before the first call that is meant."""
+    """Run ``action`` before the first matching call."""
     done: list[Call] = []
 
     def on_call(call: Call) -> None:
@@ -135,7 +135,7 @@ def once(when: Callable[[Call], bool], action: Callable[[], object]) -> Callable
 
 
 def racing(fs: IsolatedMemoryFileSystem, action: Callable[[], object]) -> Store:
-    """A store whose next record is beaten, or accompanied, by ``action``."""
+    """A store where ``action`` runs before, or with, the next record."""
     raced = again(FaultyFileSystem(fs, on_call=once(is_commit, action)))
     armed[0] = True
     return raced

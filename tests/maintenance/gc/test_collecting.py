@@ -1,4 +1,4 @@
-"""What a collection deletes and what stays; orphans; how much it asks of the storage."""
+"""What a collection deletes and keeps, what it does with orphans, and how many requests it makes."""
 
 from __future__ import annotations
 
@@ -168,7 +168,10 @@ def test_arguments_that_cannot_be_meant_are_refused(store: Store, arguments: dic
 
 @pytest.mark.parametrize("name", ["tag", "channel", "branch"])
 def test_what_a_name_keeps_stays_though_no_list_has_it(store: Store, name: str) -> None:
-    """CNR-LOG-22: a name is enough below the floor. Our own records list the version too; another writer's need not."""
+    """CNR-LOG-22: below the floor a name keeps a version live.
+
+    Other writers need not list it in ``kept``, as ours do.
+    """
     act = {"tag": store.tag, "channel": store.set_channel, "branch": store.fork}[name]
     act("kept", 3)
     head = store.head()
@@ -183,7 +186,7 @@ def test_what_a_name_keeps_stays_though_no_list_has_it(store: Store, name: str) 
 
 
 def test_a_fork_point_stays_although_its_branch_needs_it_no_more(store: Store) -> None:
-    """CNR-BRA-8: the pin keeps it for the branch's whole life, whatever the branch itself has given up."""
+    """CNR-BRA-8: the pin keeps the fork point until the branch ends, also when the branch does not need it."""
     expected = bytes_of(store.snapshot(3))
     trial = store.fork("trial", 3)
     with trial.writer() as writer:
@@ -226,7 +229,7 @@ def test_a_superseded_torn_position_does_not_stop_a_collection(store: Store) -> 
 
 @pytest.mark.parametrize("name", ["tag", "channel", "branch"])
 def test_what_lost_its_name_goes_with_the_next_collection_however_young(store: Store, name: str) -> None:
-    """It counted as a save that never committed, and waited as long as one."""
+    """Regression: a version that lost its name was treated as an orphan, and kept for the orphan age."""
     point = 4
     give = {"tag": store.tag, "channel": store.set_channel, "branch": store.fork}
     take = {"tag": store.untag, "channel": store.drop_channel, "branch": store.drop_branch}
@@ -318,7 +321,7 @@ def test_a_live_save_that_was_given_up_is_told_and_saves_again(store: Store, fs:
 
 
 def calls_of(segments: int, objects: int) -> tuple[int, int, int]:
-    """Requests of a collection that deletes so many segments of so many objects: lists, reads, deletes."""
+    """Count the requests of a collection of so many segments and objects: lists, reads, deletes."""
     fs = IsolatedMemoryFileSystem()
     store = Store.create_on(on(fs))
     fill(store, steps=segments + 1, every=1)
@@ -364,7 +367,7 @@ def test_progress_is_told(store: Store) -> None:
 
 
 def test_manifests_are_not_read(store: Store, fs: IsolatedMemoryFileSystem) -> None:
-    """What a segment refers to lies in its record's chain, so collecting reads records alone."""
+    """A record's chain lists all segments that it needs, so a collection reads records only."""
     faulty = FaultyFileSystem(fs)
 
     collect(again(faulty))

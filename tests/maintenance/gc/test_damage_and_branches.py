@@ -1,4 +1,4 @@
-"""Damaged logs stop a collection; branches keep what they need, and no more."""
+"""A damaged log stops a collection; a branch keeps exactly the segments that it needs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_missing_segment_of_a_kept_version_stops_all_until_given_up(store: Sto
 def test_a_segment_that_another_collection_deletes_meanwhile_is_no_damage(
     fs: IsolatedMemoryFileSystem, store: Store, dry_run: bool
 ) -> None:
-    """Without a grace it was called lost, and nothing was collected."""
+    """Regression: without a grace period the segment was reported as lost, and nothing was collected."""
     has_run = False
 
     def collects_first(call: Call) -> None:
@@ -107,7 +107,7 @@ def test_a_tagged_version_without_a_record_can_be_given_up_below_the_floor(store
 
 
 def damage(store: Store, version: int, how: str) -> None:
-    """Lose a commit record."""
+    """Damage a commit record."""
     if how == "empty":
         store.storage.delete([commit_key(version)])
     elif how == "rotten":
@@ -133,7 +133,7 @@ def test_a_hole_in_the_log_stops_everything(store: Store) -> None:
 
 
 def test_a_record_of_another_store_does_not_say_what_is_needed(store: Store) -> None:
-    """Below the floor no other record vouches for it: one without a chain would have let all go that the tag keeps."""
+    """Below the floor no successor checks the record. A foreign one without a chain would free what the tag needs."""
     store.tag("kept", 3)
     collect(store)
     other = Store.create_on(on(IsolatedMemoryFileSystem()))
@@ -215,7 +215,7 @@ def cut(store: Store, key: str) -> None:
 
 @pytest.mark.parametrize("position", [0, 1, -1], ids=["first", "middle", "newest"])
 def test_a_damaged_branch_whose_time_is_over_is_ended_and_holds_nothing_up(store: Store, position: int) -> None:
-    """One unreadable record of an experiment that had ended kept every collection of the store from running."""
+    """Regression: one unreadable record of an expired branch stopped every collection of the store."""
     trial = store.fork("trial", 3, expires_s=3600)
     train(trial, 30)
     newest = trial.latest_version()
@@ -301,7 +301,7 @@ def test_an_orphan_is_given_up_in_the_logs_of_all_branches(store: Store, fs: Iso
 def test_a_name_that_a_branch_has_committed_meanwhile_is_no_damage(
     store: Store, fs: IsolatedMemoryFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A collection died between the records of two logs; verify said that a live segment may be deleted."""
+    """Regression: after a collection was killed between two logs, verify reported that a live segment was marked."""
     monkeypatch.setattr("cnr_store.format.arrays.CHUNK_BYTES", 1)  # so that rows are put when they are given
     trial = store.fork("trial", 3)
     with trial.writer() as writer:
@@ -332,7 +332,7 @@ def test_a_new_branch_does_not_keep_what_was_given_up_before_it(store: Store) ->
 
 
 def test_a_branch_that_lost_its_log_stops_everything(store: Store) -> None:
-    """It was taken for a fork whose creator was on the way, and what the branch had saved for orphans."""
+    """Regression: the branch was treated as an unfinished fork, and its segments as orphans."""
     branch = store.fork("trial", 3)
     with branch.writer() as writer:
         writer.restore()

@@ -1,4 +1,4 @@
-"""Collections beside saves, names, leases, cursors, compactions and other collections; and cut short anywhere."""
+"""Collections during saves, tags, leases, cursors, compactions and other collections; and killed collections."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_an_append_between_plan_and_record_is_planned_with(store: Store, fs: Iso
 def test_a_save_that_lands_while_a_collection_looks_lacks_no_segment(
     store: Store, fs: IsolatedMemoryFileSystem
 ) -> None:
-    """Heads are read before the listing: in the other order a segment of a new head would seem to be missing."""
+    """Heads are read before the listing. In the other order the segment of a new head would seem to be missing."""
     listings: list[str] = []
 
     def is_look_behind_listing(call: Call) -> bool:
@@ -144,7 +144,7 @@ def test_a_cursor_between_plan_and_record_keeps_the_data_of_all_behind_it(
 
 
 def test_a_cursor_that_holds_expired_versions_skips_superseded_positions(store: Store) -> None:
-    """The torn position among them stopped every collection, as long as the cursor stood."""
+    """Regression: a torn position among these versions stopped every collection while the cursor existed."""
     store.storage.put(commit_key(store.latest_version() + 1), b'{"v":')
     repair_store(store, dry_run=False)
     cursor = store.register_cursor("late", 5)
@@ -208,7 +208,7 @@ def test_an_open_snapshot_outlives_its_version_during_the_grace(store: Store) ->
 
 
 class Collecting:
-    """Two collections by one process; a third by another one must find all well and leave it clean."""
+    """Two collections in one process. A third one, of another process, must find nothing to do."""
 
     def prepare(self, fs: Any) -> None:
         store = Store.create_on(on(fs))
@@ -241,7 +241,7 @@ class Collecting:
 
 
 def test_a_snapshot_that_outlives_the_grace_says_its_version_has_expired(store: Store) -> None:
-    """A reader that took longer than the grace was told that the store is damaged."""
+    """Regression: a reader that took longer than the grace period got an error about a damaged store."""
     opened = store.snapshot(3)
     raced = again(FaultyFileSystem(store.storage._fs, on_call=once(is_manifest, lambda: collect(store))))  # type: ignore[attr-defined]  # of memory
 
@@ -356,7 +356,7 @@ def test_a_segment_that_cannot_be_deleted_is_reported_and_tried_again(
 
 
 def test_a_step_is_found_in_the_version_that_compaction_made(store: Store) -> None:
-    """By step only the record of the save was looked for, which expires once a compaction has made a newer version."""
+    """Regression: only the record of the save was looked up, which expires after a compaction made a newer version."""
     assert compact_run(store, run=(0, 3)).outcome == "committed"
     compacted = store.latest_version()
 

@@ -50,7 +50,7 @@ MaxChain = Annotated[int, typer.Option("--max-chain", help="Maximum number of se
 MaxRatio = Annotated[
     float, typer.Option("--max-restore-ratio", help="Maximum bytes of a restore, as a multiple of the baseline's.")
 ]
-Fanout = Annotated[int, typer.Option("--fanout", help="Number of deltas of similar size that are merged into one.")]
+Fanout = Annotated[int, typer.Option("--fanout", help="Number of deltas of similar size that become one.")]
 Engine = Annotated[
     Literal["threads", "processes", "ray"], typer.Option("--engine", help="What runs compactions; results are equal.")
 ]
@@ -98,7 +98,7 @@ def compact(
     bandwidth: Bandwidth = None,
     budget: Budget = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Compact even if another compaction seems to run; this is always safe.")
+        bool, typer.Option("--force", help="Compact even if another compaction appears to be active. Always safe.")
     ] = False,
     dry_run: DryRun = False,
     branch: Branch = None,

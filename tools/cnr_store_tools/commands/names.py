@@ -85,7 +85,7 @@ def channel(
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Point a movable name at a version, for readers that follow it. The version is kept while it has the name."""
+    """Set a channel, a name that may change its version. Readers can follow it, and its version does not expire."""
     if drop and (version is not None or step is not None):
         raise BadInput("give a version or --drop, not both")
     with open_store(url, storage_option, branch) as store:
@@ -163,7 +163,7 @@ def list_branches(url: Url, storage_option: StorageOptions = None, json: Json = 
 
 
 def drop_branch(url: Url, name: BranchName, storage_option: StorageOptions = None, json: Json = False) -> None:
-    """Drop a branch: its writers are fenced, its versions are gone, and `cnr gc` deletes what only they needed."""
+    """Drop a branch: its writers are fenced, its versions cannot be read, and `cnr gc` deletes what only they need."""
     with open_store(url, storage_option) as store:
         store.drop_branch(name)
     emit_message(f"dropped branch {name}", {"url": store.url, "branch": name}, as_json=json)
@@ -201,7 +201,7 @@ def drop_cursor(
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Remove a consumer. The next `cnr gc` may delete what it kept; if it returns, it must start again."""
+    """Remove a consumer. The next `cnr gc` may delete the versions that it kept; it must then start from a snapshot."""
     with open_store(url, storage_option) as store:
         store.drop_cursor(name)
     emit_message(f"removed cursor {name}", {"url": store.url, "cursor": name}, as_json=json)

@@ -168,7 +168,7 @@ def import_(
 
 def _import_format(path: Path) -> ImportFormat:
     if path.is_dir():
-        return "dcp" if (path / ".metadata").is_file() else "npy"  # which of the two exports it is, its index tells
+        return "dcp" if (path / ".metadata").is_file() else "npy"  # the export's index says parquet or npy
     return "safetensors" if path.suffix == ".safetensors" else "torch"
 
 

@@ -1,0 +1,254 @@
+"""Looks rows up in the newest view, without locks and without mixing two versions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, CnrStoreError, TableNotFound
+from cnr_store.segment.codes import Array
+from cnr_store.serving.rows.board import Board
+from cnr_store.serving.rows.served_table import RowKind
+from cnr_store.serving.rows.views import View
+from cnr_store.types import RowIds
+
+if TYPE_CHECKING:
+    import torch
+
+FAILURES_BEFORE_DEFERRAL = 3
+"""Number of failed attempts after which a lookup asks the publisher to defer merging."""
+
+_LARGEST_ID = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LookupBatch:
+    """The rows of one lookup, all of one version.
+
+    Attributes
+    ----------
+    rows
+        Table to (n, width) as it is served; absent rows are the fill.
+    dense
+        The dense tensors that were asked for; not to be written.
+    missing
+        Table to bool (n,) where ids are absent; None where all are there. Tables whose values are found by position
+        have a row for every id.
+    """
+
+    version: int
+    step: int
+    epoch: int
+    rows: Mapping[str, Array]
+    dense: Mapping[str, Array]
+    missing: Mapping[str, npt.NDArray[np.bool_] | None]
+
+
+class ViewSource(Protocol):
+    """Where the newest view is to be had."""
+
+    def newest_view(self) -> tuple[View, Board]:
+        """Return the newest view, and the board that shows whether it was whole."""
+
+
+class Lookups:
+    """Lookups in the newest view of a source: a `Publisher`, or an `AttachedTables`' of another process.
+
+    Any number of threads may look up at once, without locks.
+
+    Attributes
+    ----------
+    count, retries
+        Number of lookups, and of those that began again because their view was merged meanwhile.
+    """
+
+    def __init__(self, source: ViewSource) -> None:
+        self._source = source
+        self.count = 0
+        self.retries = 0
+
+    def lookup(
+        self,
+        ids: Mapping[str, npt.ArrayLike],
+        dense: Sequence[str] = (),
+        out: Mapping[str, Array] | None = None,
+    ) -> LookupBatch:
+        """Return rows of some tables and dense tensors, all of one version, the newest.
+
+        Parameters
+        ----------
+        ids
+            Table to row ids (n,), any integers, any order, repeats allowed.
+        dense
+            Names of dense tensors.
+        out
+            Table to an array for its rows, C-contiguous; a table that is not named gets a new one.
+
+        Raises
+        ------
+        TableNotFound, BadRowIds, BadShape, BadDtype, NonFiniteValues, VersionNotFound
+        """
+        self.count += 1
+        failures = 0
+        while True:
+            started = time.monotonic()
+            view, board = self._source.newest_view()
+            try:
+                batch = lookup_in(view, ids, dense, out)
+            except CnrStoreError:
+                # Rows that are being merged can look like anything; an error counts if the view was whole.
+                if board.is_whole(view.epoch):
+                    raise
+                batch = None
+            self._gathered(view)
+            if batch is not None and board.is_whole(view.epoch):
+                return batch
+            self.retries += 1
+            failures += 1
+            if failures >= FAILURES_BEFORE_DEFERRAL:
+                board.defer_merges(4 * (time.monotonic() - started) + 0.01)
+
+    def _gathered(self, view: View) -> None:
+        """Between the copy of the rows and the look at the board; tests merge here."""
+
+
+class TableLookups:
+    """The lookups of an object that serves tables: a `Loader`, or an `AttachedTables`. Subclasses set ``_lookups``."""
+
+    _lookups: Lookups
+
+    def lookup(self, table: str, row_ids: npt.ArrayLike, out: Array | torch.Tensor | None = None) -> Any:
+        """Return rows of a table: (n, dim), in the order of the ids, in the served dtype; absent rows are the fill.
+
+        Parameters
+        ----------
+        row_ids
+            int64 (n,), repeats allowed; anything that numpy takes for that.
+        out
+            (n, dim) of the served dtype, an array or a CPU tensor, filled and returned; without, a new array.
+
+        Raises
+        ------
+        TableNotFound, BadRowIds, BadShape, BadDtype
+        VersionNotFound
+            It is closed.
+        """
+        rows = self._lookups.lookup({table: row_ids}, (), None if out is None else {table: as_array(out)}).rows[table]
+        return rows if out is None else out
+
+    def lookup_many(
+        self,
+        row_ids: Mapping[str, npt.ArrayLike],
+        dense: Sequence[str] = (),
+        out: Mapping[str, Array] | None = None,
+    ) -> LookupBatch:
+        """Return rows of several tables, and dense tensors, all of one version: the newest.
+
+        Raises
+        ------
+        TableNotFound, BadRowIds, BadShape, BadDtype
+        VersionNotFound
+            It is closed.
+        """
+        return self._lookups.lookup(row_ids, dense, None if out is None else {t: as_array(o) for t, o in out.items()})
+
+
+def as_array(out: Any) -> Array:
+    """Return the memory that a caller gives for rows, an array or a CPU tensor, as numpy carries it.
+
+    Raises
+    ------
+    BadInput
+        It is something else, or on another device.
+    """
+    if isinstance(out, np.ndarray):
+        return out
+    if not hasattr(out, "device"):
+        raise BadInput(f"out takes a numpy array or a CPU tensor, found {type(out).__name__}", found=str(type(out)))
+    from cnr_store.serving.rows.tensors import array_of
+
+    return array_of(out)
+
+
+def lookup_in(
+    view: View,
+    ids: Mapping[str, npt.ArrayLike],
+    dense: Sequence[str] = (),
+    out: Mapping[str, Array] | None = None,
+) -> LookupBatch:
+    """Return rows of one given view as `Lookups.lookup` does, unchecked: a candidate's, on the publisher's thread."""
+    rows: dict[str, Array] = {}
+    missing: dict[str, npt.NDArray[np.bool_] | None] = {}
+    for name, wanted in ids.items():
+        table = view.table(name)
+        kind = table.base.kind
+        keys = checked_ids(wanted, name)
+        into = checked_out(None if out is None else out.get(name), len(keys), kind, name)
+        can_miss = table.base.index is not None or kind.kept_as == "codes"
+        flags = np.empty(len(keys), np.bool_) if can_miss else None
+        absent = table.read(keys, into, flags)
+        rows[name] = into
+        missing[name] = flags if absent else None
+    return LookupBatch(
+        view.version, view.step, view.epoch, rows, {name: _tensor(view, name) for name in dense}, missing
+    )
+
+
+def _tensor(view: View, name: str) -> Array:
+    if name not in view.dense:
+        raise TableNotFound(
+            f"version {view.version} has no dense tensor {name!r}; it has {sorted(view.dense)}",
+            table=name, version=view.version,
+        )  # fmt: skip
+    return view.dense[name]
+
+
+def checked_ids(ids: npt.ArrayLike, table: str) -> RowIds:
+    """Return row ids as int64 (n,), C-contiguous; the array itself where it is that already.
+
+    Raises
+    ------
+    BadRowIds
+        They are no integers, beyond int64, or not one-dimensional.
+    """
+    array = np.asarray(ids)
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise BadRowIds(
+            f"row ids of table {table!r} are a one-dimensional array of integers, "
+            f"found {array.dtype} with shape {array.shape}",
+            table=table, expected="int64 (n,)", found=f"{array.dtype} {array.shape}",
+        )  # fmt: skip
+    if array.dtype == np.uint64 and array.size and array.max() > _LARGEST_ID:
+        raise BadRowIds(
+            f"row ids of table {table!r} are int64, found {int(array.max())}: hash keys to 63 bits, or view as int64",
+            table=table, expected="int64", found=int(array.max()),
+        )  # fmt: skip
+    return np.ascontiguousarray(array, np.int64)
+
+
+def checked_out(out: Array | None, count: int, kind: RowKind, table: str) -> Array:
+    """Return ``out`` if a lookup of ``count`` rows can be written to it, or a new array.
+
+    Raises
+    ------
+    BadShape, BadDtype
+    """
+    shape = (count, kind.served_width)
+    if out is None:
+        return np.empty(shape, kind.served_dtype)
+    if out.shape != shape or not out.flags.c_contiguous or not out.flags.writeable:
+        raise BadShape(
+            f"rows of table {table!r} need a writable C-contiguous array of shape {shape}, found {out.shape}",
+            table=table, expected=shape, found=out.shape,
+        )  # fmt: skip
+    if out.dtype != kind.served_dtype:
+        raise BadDtype(
+            f"rows of table {table!r} are served as {kind.served} in {kind.served_dtype}, found {out.dtype}",
+            table=table, expected=str(kind.served_dtype), found=str(out.dtype),
+        )  # fmt: skip
+    return out
