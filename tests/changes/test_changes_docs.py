@@ -1,4 +1,4 @@
-"""The examples of docs/changes.md run as they stand and print what they say; its commands are commands."""
+"""The examples of docs/changes.md run unchanged and print what the page shows; its commands exist."""
 
 from __future__ import annotations
 

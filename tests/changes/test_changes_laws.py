@@ -135,7 +135,7 @@ class FollowedStoreMachine(MaintainedStoreMachine):
         assert consumer.content.tables == expected
 
     def begin_anew(self, store: Store, consumer: Consumer) -> None:
-        """By comparing what it has; then the stream goes on."""
+        """Compare the whole copy, then continue the stream."""
         held = {name: _held(store, name, rows) for name, rows in consumer.content.tables.items()}
         if consumer.slots or any(one is None for one in held.values()):
             consumer.content, consumer.cursor = ChangeCopy(), None
@@ -148,7 +148,7 @@ class FollowedStoreMachine(MaintainedStoreMachine):
 
 
 def _held(store: Store, name: str, rows: dict[int, bytes]) -> Any:
-    """What a consumer has, as `catch_up` takes it; None where the bytes do not say their dtype any more."""
+    """A consumer's copy in the form that `catch_up` takes; None if the dtype of its bytes is unknown."""
     schema = store.snapshot().tables.get(name)
     if schema is None:
         dtype, dim, keys = "float32", len(next(iter(rows.values()))) // 4, "hashed" if min(rows) < 0 else "dense"

@@ -1,4 +1,4 @@
-"""Streams that follow a store, fall behind deletions and compactions, and catch up."""
+"""Streams that read more slowly than a store is compacted and deleted, and catch up."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_a_cursor_is_registered_before_the_first_snapshot_is_read(store: Store) 
 
 @pytest.mark.parametrize("has_since", [False, True])
 def test_a_cursor_is_registered_before_the_first_version_comes(store: Store, has_since: bool) -> None:
-    """What a consumer goes on from has to stay until it has gone on: a version behind it is not enough."""
+    """The version from which a consumer continues has to be kept until it has continued; a later one is not enough."""
     first = begin(store)
     (second,) = save(store, [1])
 

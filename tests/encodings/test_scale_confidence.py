@@ -1,4 +1,4 @@
-"""How sure a measured scale is: intervals that hold as often as they say, samples of a size that never changes."""
+"""The confidence of a measured scale: intervals hold as often as stated, and samples have a fixed size."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_interval_holds_about_as_often_as_it_says(
 
 
 def test_the_interval_is_wide_but_too_narrow_where_few_rows_have_the_error() -> None:
-    """The limit that the docstring names: no sample knows the rows that it does not hold."""
+    """The limit that the docstring names: a sample gives no information about rows outside it."""
     held, width = coverage(zipf_norms(exponent=0.5), 4, count=4000, tries=200)
     assert 0.6 < held < 0.93
     assert width > 0.1

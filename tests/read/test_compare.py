@@ -1,4 +1,4 @@
-"""Two versions are compared row by row; the command prints what the arrays say."""
+"""Two versions are compared row by row; the command prints the figures of the arrays."""
 
 from __future__ import annotations
 

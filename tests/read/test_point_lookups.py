@@ -25,7 +25,7 @@ CODE_BYTES = CHUNK_ROWS * DIM * 2
 
 
 class CountingStorage(LocalStorage):
-    """Remembers which chunks were read."""
+    """Records which chunks were read."""
 
     def __init__(self, root: str) -> None:
         super().__init__(root, fsync=False)

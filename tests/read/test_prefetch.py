@@ -31,7 +31,7 @@ ROWS, DIM, CHUNK_ROWS = 600, 4, 20
 
 
 class FarStorage(LocalStorage):
-    """Files that count as remote; remembers which chunks were read, and how many at once."""
+    """Files that count as remote; records which chunks were read, and how many at the same time."""
 
     is_remote: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""The copy of one segment: whole where it has its manifest, whatever was there before, and in which order it goes."""
+"""The copy of one segment: complete if it has its manifest, whatever was there before, in a fixed order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a relay copies downwards: each record is the one that the record behind it was written behind."""
+"""A relay copies records in descending order, each checked against the digest in the next one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TORN = b'{"v":'
 
 @pytest.fixture
 def store() -> Store:
-    """Records 0 to 4, of which 2 is torn and superseded by 3, and a history of other tags beside it."""
+    """Records 0 to 4, of which 2 is torn and superseded by 3, and another log with other tags."""
     store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=1)
     store.tag("first", 0)
     store.storage.put(commit_key(2), TORN)

@@ -180,7 +180,7 @@ def test_the_marker_names_the_source_without_credentials(files: IsolatedMemoryFi
 def test_a_loader_follows_a_relay_through_all_that_happens_at_the_source(
     store: Store, files: IsolatedMemoryFileSystem
 ) -> None:
-    """Trimmed as hard as can be: what a loader wants next may be gone, and then it goes to what is there."""
+    """With the strictest trimming the next version may be deleted; then a loader continues with an existing one."""
     truth: dict[int, Any] = {}
 
     def note() -> None:

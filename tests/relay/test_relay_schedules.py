@@ -1,4 +1,4 @@
-"""Two relays of one target, their deaths, and a source that lives on meanwhile: at any call, in any order."""
+"""Two relays of one target that are killed, and a source that is written: any order of storage calls."""
 
 from __future__ import annotations
 

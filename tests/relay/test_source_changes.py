@@ -154,7 +154,7 @@ def test_a_source_that_is_another_one_now_is_noticed(store: Store, files: Isolat
 
 
 def test_a_reader_notices_that_its_relay_was_begun_anew(store: Store, files: IsolatedMemoryFileSystem) -> None:
-    """One that begins behind what a reader has seen looked like a relay without news, for ever."""
+    """Regression: a relay that begins after a reader's version seemed to have no news, forever."""
     save(store, 1)
     Relay(store, place(files)).advance()
     reader = near(files)
@@ -213,7 +213,7 @@ def test_damage_at_the_source_is_not_copied(store: Store, files: IsolatedMemoryF
 
 
 def test_damage_that_a_newer_version_left_behind_is_passed_over(store: Store, files: IsolatedMemoryFileSystem) -> None:
-    """A relay stood still for as long as a damaged version was live, also behind `repair_store`."""
+    """Regression: a relay stopped while a damaged version was live, also after `repair_store`."""
     save(store, 1)
     relay = Relay(store, place(files))
     relay.advance()
@@ -289,7 +289,7 @@ def test_the_newest_version_is_mended_when_a_relay_is_started(store: Store, file
 
 
 def test_an_identity_that_was_cut_on_its_way_is_no_other_store(store: Store, files: IsolatedMemoryFileSystem) -> None:
-    """A short reply of the target's ``cnr.json`` was told as a store that is no relay, which nobody tries again."""
+    """Regression: a cut reply for ``cnr.json`` was reported as a store that is no relay, which is not retried."""
     save(store, 1)
     Relay(store, place(files)).advance()
     fs = FaultyFileSystem(files)

@@ -1,4 +1,4 @@
-"""What a relay lets go, and which version it copies next: plans alone, against their definitions."""
+"""What a relay deletes, and which version it copies next: plans compared with their definitions."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def test_holds_that_cannot_be_read_stop_the_trimming_and_nothing_else(
 
 
 def test_a_full_target_makes_room_before_it_copies(store: Store, files: IsolatedMemoryFileSystem) -> None:
-    """What was due was deleted behind a copy alone, so that a full disk stayed full."""
+    """Regression: due segments were deleted only after a copy, so that a full disk stayed full."""
     clock = Clock()
     save(store, 1)
     oldest = store.head().record.chain[0].seg

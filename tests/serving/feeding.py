@@ -65,7 +65,7 @@ class Source:
             return differences(self.history[state.version], self.history[self.shown])
 
     def publish(self, changes: Mapping[str, Mapping[int, float | None]]) -> int:
-        """Show a new version with these rows changed, and tell the feeds."""
+        """Publish a new version with these rows changed, and notify the feeds."""
         with self.lock:
             before = self.history.get(self.shown, {name: {} for name in self.tables})
             rows = {name: dict(before.get(name, {})) for name in self.tables}
@@ -101,7 +101,7 @@ def differences(a: Rows, b: Rows) -> dict[str, RowIds]:
 
 
 class Died(Exception):
-    """What a sink of somebody else might raise."""
+    """An error of a user's own sink."""
 
 
 @dataclass

@@ -20,7 +20,7 @@ OPTIONS = TableOptions(scale=0.25)
 
 
 class Flaky(FaultyFileSystem):
-    """A process's view of the files that fails when told to."""
+    """The files as another process sees them; its calls can be made to fail."""
 
     def fails(self, calls: int = 10**6) -> None:
         self.arm(Fault(FaultKind.FAIL_BEFORE, len(self.calls), calls=calls))
@@ -49,7 +49,7 @@ class Training:
         return self.writer.head.record.v
 
     def full(self) -> int:
-        """Save everything anew, with another scale."""
+        """Save a baseline with another scale."""
         self.step += 1
         with self.writer.begin(self.step, "baseline") as txn:
             for table in ("user", "item"):

@@ -1,4 +1,4 @@
-"""One delta segment on a consumer's own copy: two ways that agree, errors that tell, nothing held that is touched."""
+"""One delta segment applied to a served table: both ways give equal rows, damage is an error, served rows stay."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def held_before(store: Store, holding: ServeAs, *, last: int = -1) -> tuple[Serv
 
 
 def content(applied: Applied) -> Any:
-    """What an overlay says, by id; content that means nothing left out."""
+    """The content of an overlay by id, without undefined content."""
     overlay, order = applied.overlay, np.argsort(applied.overlay.ids)
     sure = ~np.isin(overlay.ids[order], applied.unknown)
     status = np.where(sure, overlay.status[order], ESCAPED)
@@ -305,7 +305,7 @@ def test_a_segment_is_put_on_the_state_that_its_parts_start_from() -> None:
 
 
 def test_a_difference_to_a_deleted_row_is_corrupt_and_names_it(store: Store) -> None:
-    """Two deltas from one state, the second put behind the first: no digest tells, if none is kept."""
+    """Two deltas of one state, the second applied after the first: without a recorded digest this is not found."""
     with store.writer() as writer:
         with writer.begin(1, "baseline") as txn:
             txn.write_table("t", np.ones((6, 2), np.float32), options=TableOptions(scale=0.5))

@@ -1,4 +1,4 @@
-"""What a comparison with a version finds: rows that differ, or so many that the table is better loaded anew."""
+"""A comparison with a version finds the rows that differ, or loads the table again if most rows differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which version a loader wants, from records alone, and how long it waits before it looks again."""
+"""Which version a loader serves, by records alone, and how long it pauses after a failure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.faulty import IsolatedMemoryFileSystem
 
 @dataclass
 class Life:
-    """A store and what every one of its log positions says."""
+    """A store, and the record at each position of its log."""
 
     store: Store
     step: int = 0

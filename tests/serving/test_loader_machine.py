@@ -42,7 +42,7 @@ class ReadOnly(Flaky):
 
 @dataclass(eq=False)
 class Follower:
-    """A loader, and what it was told to follow."""
+    """A loader, and the target that it follows."""
 
     loader: Loader
     line: Line
@@ -110,7 +110,7 @@ class LoaderMachine(MaintainedStoreMachine):
         self.catches_up(self.chosen(data))
 
     def catches_up(self, follower: Follower) -> None:
-        """Without a fault one poll is enough; what cannot be served is said."""
+        """Without a fault one poll is enough; a version that cannot be served is reported."""
         loader = follower.loader
         poll = loader.poll()
         loader.apply()

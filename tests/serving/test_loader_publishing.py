@@ -120,7 +120,7 @@ def test_a_check_that_raises_refuses_and_its_error_is_the_cause(training: Traini
 
 @pytest.mark.parametrize("publish", ["poll", "apply"])
 def test_a_check_that_calls_its_loader_shows_nobody_the_version(training: Training, publish: Any) -> None:
-    """`apply` in ``validate`` published the version that was being judged; `poll` began anew, and raised ValueError."""
+    """Regression: `apply` in ``validate`` published the version under validation; then `poll` raised ValueError."""
     calls: list[Callable[[], Any]] = []
 
     def validate(candidate: Candidate) -> bool:

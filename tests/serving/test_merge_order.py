@@ -50,11 +50,11 @@ class World:
         )
 
     def take_views(self) -> None:
-        """Some readers are slow: they go on with the views of now."""
+        """Some readers are slow: they continue with the present views."""
         self.taken += [source.newest_view() for source in self.sources]
 
     def look(self) -> None:
-        """Everybody reads everything, and somebody comes anew."""
+        """Every reader reads all rows, and one new reader starts."""
         self.looks += 1
         if isinstance(self.memory, SharedMemory):
             with AttachedTables(self.memory.folder) as fresh:
@@ -93,7 +93,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
 
 
 def watched(world: World, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with a look before it and one behind it."""
+    """The function, with a lookup before and after it."""
 
     def act(*args: Any, **options: Any) -> Any:
         world.look()

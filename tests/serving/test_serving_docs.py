@@ -1,4 +1,4 @@
-"""The examples of docs/serving.md run as they stand, on the store of the first, and its table names every argument."""
+"""The examples of docs/serving.md run unchanged, on the store of the first; its table has every argument."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STORE, *BLOCKS = re.findall(r"^```python\n(.*?)^```", DOCS.read_text(), flags=re
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A folder with the store of the docs, and a folder in memory that is nobody else's."""
+    """A folder with the store of the docs, and a folder in memory for this test only."""
     shared = f"/dev/shm/cnr-docs-{uuid.uuid4().hex}"
     monkeypatch.chdir(tmp_path)
     Path("store.py").write_text(STORE)

@@ -1,4 +1,4 @@
-"""Tables in shared files: who owns the folder, what readers attach to, and what becomes of the files."""
+"""Tables in shared files: the owner of the folder, the files that readers map, and when files are deleted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a feed brings to its sink: always one version whole, whatever is published or fails in between."""
+"""A feed gives its sink whole versions only, whatever is published or fails during a push."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_a_failed_push_loses_no_row_and_stays_a_delta() -> None:
 
 
 def filled_with_a_lost_reply(full: bool) -> tuple[Source, SinkFeed, Sink]:
-    """A feed whose last push, a full one or a delta, was committed, and did not hear so."""
+    """A feed whose last push (full or delta) was committed, but whose reply was lost."""
     source, feed, sink = filled()
     if not full:
         feed.push()

@@ -1,4 +1,4 @@
-"""What two records, or a path of them, tell of how one state becomes another."""
+"""How one state becomes another, planned from two records or from all records between them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def chain(names: str) -> tuple[ChainEntry, ...]:
 
 
 def log(*records: tuple[Any, str], first: int = 0) -> list[LogEntry]:
-    """Records of (kind, chain), each directly behind the one before."""
+    """Consecutive records of (kind, chain)."""
     entries: list[LogEntry] = []
     for index, (kind, names) in enumerate(records):
         record = msgspec.structs.replace(

@@ -28,12 +28,12 @@ def store() -> Iterator[Store]:
 
 
 def consumer_of(holding: ServeAs) -> Consumer:
-    """One whose every move is checked to leave no memory behind but that of what it hands over."""
+    """A consumer of which each update is checked to keep only the memory of its result."""
     return Consumer(holding, np.random.default_rng(0), TrackedMemory())
 
 
 def path_from(store: Store, entry: LogEntry) -> list[LogEntry]:
-    """The records behind one."""
+    """The records after a given one."""
     path = []
     while (after := store.poll(path[-1] if path else entry)) is not None:
         path.append(after)

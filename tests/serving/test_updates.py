@@ -43,7 +43,7 @@ class ConsumedStoreMachine(MaintainedStoreMachine):
         super().create(mirror, seed)
 
     def go_to(self, consumer: Consumer, line: Line, version: int) -> None:
-        """One consumer, from a store of its own; it has seen the records on the way, if it comes from behind."""
+        """One consumer with its own store object; it has read the records between its version and the next."""
         with self.open_line(line) as store:
             path: list[LogEntry] = []
             before = consumer.entry
@@ -91,7 +91,7 @@ SPLITS = [((0, 6),), ((0, 3), (3, 6)), ((0, 1), (1, 2), (2, 6))]
 def test_consumers_follow_tables_cut_by_rows_and_columns(
     additive: bool, seed: int, chunk_bytes: int, window_bytes: int
 ) -> None:
-    """Each save cuts the table anew: rows are in one state in some columns and in another elsewhere."""
+    """Each save cuts the table differently, so that a row may have different states in its columns."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cnr_store.format.arrays.CHUNK_BYTES", chunk_bytes)
         patch.setattr("cnr_store.read.table_reader.WINDOW_BYTES", window_bytes)

@@ -27,7 +27,7 @@ FIRST = {row: row for row in range(0, 40, 2)}
 
 
 def publisher_of(model: dict[int, int] | None = None, **options: Any) -> Publisher:
-    """A publisher at version 1, which merges whenever it is asked to."""
+    """A publisher at version 1 that may merge at any time."""
     publisher = Publisher(**{"min_view_s": 0.0, **options})
     held = held_table(FIRST if model is None else model, schema_of())
     publisher.publish(1, 10, {"t": held}, dense={"w": np.array([1.0])})
@@ -61,7 +61,7 @@ class MergingLookups(Lookups):
 
 
 class Time:
-    """A clock that moves when somebody sleeps."""
+    """A clock that advances in `sleep`."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -45,7 +45,7 @@ class Seen:
 
 
 class ServedTables(RuleBasedStateMachine):
-    """Each kind of table at once; ``models`` are the tables as dicts, of the view and of the candidate."""
+    """Tables of all kinds; ``models`` has the tables of the view and of the candidate as dicts."""
 
     shared = False
 

@@ -1,4 +1,4 @@
-"""A loader follows a table through deltas and compactions, however it holds it."""
+"""A loader follows a table through deltas and compactions, in every form in which it keeps rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a consumer is told who gives a loader, a stream or a relay something else than they take."""
+"""Errors for wrong arguments of loaders, streams and relays."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ CUT_OFF: list[Callable[[], BaseException]] = [
 def test_a_request_that_was_cut_off_behind_an_answer_is_unknown(
     answer: BaseException, is_cause: bool, cut_off: Callable[[], BaseException]
 ) -> None:
-    """A retry may have landed although the attempt before it was denied: its author must not be told to stop."""
+    """A retry may have succeeded although an earlier attempt was denied: the writer must not get a final error."""
     error = cut_off()
     error.__cause__, error.__context__ = (answer, None) if is_cause else (None, answer)
 

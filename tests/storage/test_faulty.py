@@ -1,4 +1,4 @@
-"""The faulty file system does to a storage call what its fault says, once, and nothing to the others."""
+"""The faulty file system applies a fault to one storage call, and to no other."""
 
 from __future__ import annotations
 

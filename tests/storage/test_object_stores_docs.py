@@ -1,4 +1,4 @@
-"""The example of docs/object_stores.md runs as it stands, against a real S3 server."""
+"""The example of docs/object_stores.md runs unchanged, against a real S3 server."""
 
 from __future__ import annotations
 

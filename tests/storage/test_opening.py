@@ -37,14 +37,14 @@ class PrivateMemory(MemoryFileSystem):
 
 
 class IgnoresTheMode(PrivateMemory):
-    """Says nothing and overwrites, as zonal GCS buckets and some S3 servers do."""
+    """Overwrites without an error, as zonal GCS buckets and some S3 servers do."""
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
         super().pipe_file(path, value, mode="overwrite")
 
 
 class RefusesButOverwrites(PrivateMemory):
-    """The worst: the loser is told so, and its bytes are there."""
+    """The worst case: the loser gets an error, and its bytes are stored."""
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
         existed = self.exists(path)
@@ -63,7 +63,7 @@ class KnowsNoMode(PrivateMemory):
 
 
 class SaysThatItWon(PrivateMemory):
-    """Leaves an object that is there alone, and says nothing of it."""
+    """Keeps an existing object, and reports success."""
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
         if mode != "create" or not self.exists(path):
@@ -71,7 +71,7 @@ class SaysThatItWon(PrivateMemory):
 
 
 class KeepsListings(PrivateMemory):
-    """Answers a listing as it did before, until it is told not to."""
+    """Answers listings from a cache until the cache is cleared."""
 
     protocol = "keepslistings"
     cnr_exclusive_create = True
@@ -109,7 +109,7 @@ class LosesReplies(PrivateMemory):
 
 
 class Declared(MemoryFileSystem):
-    """Stands for a third-party driver that promises an exclusive create."""
+    """A third-party driver that declares an exclusive create."""
 
     protocol = "declared"
     cachable = False

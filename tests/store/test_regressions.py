@@ -125,7 +125,7 @@ def test_a_full_keeps_the_rows_of_a_hashed_table(store: Store) -> None:
 
 
 def test_first_manifests_decoded_on_two_threads_at_once_do_not_crash(store: Store) -> None:
-    """A fresh process that opened a chain could die of SIGSEGV: type information was built by two threads at once."""
+    """A new process that opened a chain could crash (SIGSEGV): two threads built type information."""
     with store.writer() as writer:
         for step in range(1, 4):
             with writer.begin(step) as txn:
@@ -330,7 +330,7 @@ def test_a_compaction_whose_work_was_given_up_and_deleted_is_abandoned() -> None
 
 
 def test_chunks_of_exact_rows_are_no_larger_than_those_of_codes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They had up to 2^20 rows whatever their width: a chunk of many wide rows was one that no reader takes."""
+    """Chunks had up to 2^20 rows of any width: no reader accepts a chunk of so many wide rows."""
     monkeypatch.setattr("cnr_store.format.arrays.CHUNK_BYTES", 64)
     with store.writer() as writer, writer.begin(step=1) as txn:
         txn.write_table("t", np.full((8, 8), np.nan, np.float32), options=TableOptions(scale=1.0, nonfinite="escape"))
@@ -405,7 +405,7 @@ def test_a_save_whose_chain_was_compacted_away_is_not_called_corrupt() -> None:
 
 
 def test_rows_of_the_table_that_had_the_name_before_are_not_read(store: Store) -> None:
-    """Where a hashed table is dropped and created anew in one save, the chain still holds the keys of the old one."""
+    """If a hashed table is dropped and created in one save, the chain still has the keys of the old one."""
     options = TableOptions(scale=1.0)
     with store.writer() as writer:
         for step, keys in enumerate(([2, 77], [5])):
@@ -499,7 +499,7 @@ def test_a_table_of_two_parts_is_cut_to_the_size_of_the_first(store: Store) -> N
 
 
 def test_a_name_passes_from_a_dense_table_to_a_hashed_one_in_one_save(store: Store) -> None:
-    """Its keys were laid over the mirror of the table before: add rows that nobody can read, and an IndexError."""
+    """Its keys were added to the mirror of the earlier table: unreadable add rows, and an IndexError."""
     options = TableOptions(scale=1.0)
     with store.writer() as writer:
         with writer.begin(step=0) as txn:

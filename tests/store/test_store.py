@@ -78,7 +78,7 @@ def test_open_beside_a_creation_under_way_finds_its_first_record(store: Store) -
 
 @pytest.mark.parametrize("is_unsafe", [True, False])
 def test_a_store_is_written_in_the_way_it_was_created_for(tmp_path: Path, is_unsafe: bool) -> None:
-    """Else writers that rely on an exclusive create, and one that makes none, would be at work beside each other."""
+    """Otherwise writers with and without exclusive creates would write at the same time."""
     with Store.create(str(tmp_path), unsafe_single_writer=is_unsafe) as store:
         with store.writer() as writer, writer.begin(1) as txn:
             txn.write_table("t", np.ones((4, 2), np.float32))

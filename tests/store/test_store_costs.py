@@ -35,7 +35,7 @@ def save(writer: Writer, step: int, tables: tuple[str, ...] = ("t0",), rows: int
 
 
 def cost(fs: FaultyFileSystem, call: Any) -> Counter[str]:
-    """Calls by operation, and the objects they left behind."""
+    """Number of calls by operation, and the resulting objects."""
     before, objects = len(fs.calls), len(fs.inner.find(ROOT))
     call()
     counted: Counter[str] = Counter(call.operation for call in fs.calls[before:])

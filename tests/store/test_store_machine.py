@@ -49,7 +49,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Flaky(FaultyFileSystem):
-    """Fails when told to."""
+    """Fails on demand."""
 
     def meet(self, on_call: Callable[[Call], None] | None) -> None:
         self._on_call = on_call
@@ -208,7 +208,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.changed.setdefault(name, set()).update(rows)
 
     def refine(self, txn: Transaction, state: State) -> None:
-        """Halve the scales of lattices behind a restore: what was restored is what is trained on."""
+        """Halve the scales of lattices after a restore: the training continues with the restored values."""
         for name, table in state.tables.items():
             if table.kind not in ("lattice", "lattice_wide") or self.writer.mirrors.get(Shard(name)) is None:
                 continue
@@ -227,7 +227,7 @@ class StoreMachine(RuleBasedStateMachine):
         rows=st.integers(0, MOST_ROWS),
     )
     def full(self, kinds: list[str], rows: int) -> None:
-        """A full with whole tables: some keep what they are, the others begin anew."""
+        """A baseline of whole tables: some keep their schema, the others start a new generation."""
         state = State(next(self.steps))
         if self.writer.is_synced:
             state.dense = dict(self.state.dense)
@@ -360,7 +360,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.writer.is_synced and bool(self.writer.head.record.chain))
     @rule(fault=st.sampled_from([None, FaultKind.FAIL_BEFORE, FaultKind.DISK_FULL]), after=st.integers(0, 6))
     def failed_save(self, fault: FaultKind | None, after: int) -> None:
-        """A save that is given up, or whose storage fails before its commit: nothing of it is seen, and all goes on."""
+        """A save that is aborted, or whose storage fails before its commit, stays invisible; later saves work."""
         state = self.state.copy()
         state.step = next(self.steps)
         changed: dict[str, set[int]] = {}
@@ -391,7 +391,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.by_version) > 1)
     @rule(data=st.data(), in_outputs=st.booleans())
     def rollback(self, data: Any, in_outputs: bool) -> None:
-        """The head moves behind the writer: its next save is refused until it has restored."""
+        """Another writer moves the head: the next save is refused until the writer has restored."""
         version = data.draw(st.sampled_from(sorted(self.by_version)))
         self.store.rollback(version)
         was_synced = self.writer.is_synced
@@ -427,7 +427,7 @@ class StoreMachine(RuleBasedStateMachine):
         return Store.open_on(storage_from_filesystem(fs, "/root"), threads=1, retry=QUICK)
 
     def restored(self, writer: Writer, in_outputs: bool) -> None:
-        """Restore, in place if asked for, and learn what a one-shot delta must hold."""
+        """Restore, optionally in place, and get the rows that a one-shot delta must have."""
         outputs = {
             name: {"values": np.empty_like(t.values), **{n: np.empty_like(s) for n, s in t.slots.items()}}
             for name, t in self.state.tables.items()
