@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from cnr_store.encodings import affine_kernels, packing
 from cnr_store.errors import BadDtype, BadInput, BadShape
-from cnr_store.types import AffineSearch, Float32s, ParamDtype
+from cnr_store.types import Affine, AffineBits, Float32s, ParamDtype
 
 Params = npt.NDArray[np.float16] | npt.NDArray[np.float32]
 
@@ -43,12 +43,8 @@ GRIDS: dict[int, tuple[int, float, int, float]] = {
 
 def encode(
     values: Float32s,
+    encoding: Affine,
     *,
-    bits: int,
-    search: AffineSearch = "grid",
-    param_dtype: ParamDtype = "float16",
-    num_bins: int | None = None,
-    ratio: float | None = None,
     out_codes: npt.NDArray[np.uint8],
     out_scale: Params,
     out_zero_point: Params,
@@ -59,24 +55,19 @@ def encode(
     ----------
     values
         float32, C-contiguous, (n, dim). Read only. float16 and bfloat16 tables are widened by the caller.
-    bits
-        2, 3, 4 or 8.
-    search
-        "grid" (grid of ranges and least squares), "minmax", or "greedy" (the paper's, keeping the best point).
-    param_dtype
-        dtype of scale and zero_point; see `params_fit`.
-    num_bins, ratio
-        Settings of the greedy search (see `choose.choose_greedy`), required for it and refused for the others.
+    encoding
+        Its ``search``: "grid" (a grid of ranges, then least squares), "minmax", or "greedy" (the paper's, keeping the
+        best point; settings: `choose.choose_greedy`). Its ``param_dtype``: see `params_fit`.
     out_codes
         uint8, (n, packing.packed_width(dim, bits)), overwritten. Owned by the caller, as are the next two.
     out_scale, out_zero_point
-        `param_dtype`, (n,), overwritten.
+        ``encoding.param_dtype``, (n,), overwritten.
 
     Returns
     -------
     int
         Index of the first row that cannot be encoded (NaN, Inf, or a value beyond
-        ``LARGEST_VALUE[param_dtype]``), or -1. If it is not -1 nothing has been written.
+        ``LARGEST_VALUE[encoding.param_dtype]``), or -1. If it is not -1 nothing has been written.
 
     Raises
     ------
@@ -92,17 +83,16 @@ def encode(
     --------
     >>> rows = np.array([[0.0, 1.0, 2.0, 3.0]], np.float32)
     >>> codes, scale, zero_point = np.empty((1, 2), np.uint8), np.empty(1, np.float16), np.empty(1, np.float16)
-    >>> encode(rows, bits=2, search="minmax", out_codes=codes, out_scale=scale, out_zero_point=zero_point)
+    >>> encode(rows, Affine(2, "minmax"), out_codes=codes, out_scale=scale, out_zero_point=zero_point)
     -1
     >>> codes[0].tolist(), scale.tolist(), zero_point.tolist()
     ([228, 0], [1.0], [0.0])
     """
-    num_rows, dim = _check_values(values)
-    packing.check_bits(bits)
+    (num_rows, dim), bits, param_dtype = _check_values(values), encoding.bits, encoding.param_dtype
+    _check_search(encoding)
     _check_out("codes", out_codes, (num_rows, packing.packed_width(dim, bits)), "uint8")
     _check_out("scale", out_scale, (num_rows,), param_dtype)
     _check_out("zero_point", out_zero_point, (num_rows,), param_dtype)
-    _check_search(search, num_bins, ratio)
     bad_row = first_uncodable_row(values, param_dtype=param_dtype)
     if bad_row >= 0:
         return bad_row
@@ -113,21 +103,9 @@ def encode(
     for start in range(0, num_rows, block_rows):
         stop = min(num_rows, start + block_rows)
         block, count = values[start:stop], stop - start
-        search_params(
-            block,
-            bits=bits,
-            search=search,
-            num_bins=num_bins,
-            ratio=ratio,
-            out_scale=scale[:count],
-            out_zero_point=zero_point[:count],
-        )
-        store_params(
-            scale[:count],
-            zero_point[:count],
-            out_scale=out_scale[start:stop],
-            out_zero_point=out_zero_point[start:stop],
-        )
+        search_params(block, encoding, out_scale=scale[:count], out_zero_point=zero_point[:count])
+        stored = {"out_scale": out_scale[start:stop], "out_zero_point": out_zero_point[start:stop]}
+        store_params(scale[:count], zero_point[:count], **stored)
         quantize(block, out_scale[start:stop], out_zero_point[start:stop], bits=bits, out=codes[:count])
         packing.pack(codes[:count], bits=bits, out=out_codes[start:stop])
     return -1
@@ -204,7 +182,7 @@ def codable(values: Float32s, *, param_dtype: ParamDtype) -> Float32s:
     return values[codable_rows(values, param_dtype=param_dtype)]
 
 
-def params_fit(values: Float32s, param_dtype: ParamDtype, *, bits: int = 8) -> bool:
+def params_fit(values: Float32s, param_dtype: ParamDtype, *, bits: AffineBits = 8) -> bool:
     """Return whether scale and zero_point of these rows can be stored as `param_dtype`; if not, use float32.
 
     True if every row can be encoded and rounding the parameters adds at most 1 % to the mean squared error of
@@ -230,60 +208,46 @@ def params_fit(values: Float32s, param_dtype: ParamDtype, *, bits: int = 8) -> b
         return False
     if param_dtype == "float32":
         return True
-    rounded = row_errors(values, bits=bits, search="minmax", param_dtype="float16")
-    exact = row_errors(values, bits=bits, search="minmax", param_dtype="float32")
+    rounded = row_errors(values, Affine(bits, "minmax", "float16"))
+    exact = row_errors(values, Affine(bits, "minmax", "float32"))
     return float(np.sum(rounded)) <= 1.01 * float(np.sum(exact))
 
 
-def search_params(
-    values: Float32s,
-    *,
-    bits: int,
-    search: AffineSearch,
-    num_bins: int | None = None,
-    ratio: float | None = None,
-    out_scale: Float32s,
-    out_zero_point: Float32s,
-) -> None:
+def search_params(values: Float32s, encoding: Affine, *, out_scale: Float32s, out_zero_point: Float32s) -> None:
     """Write each row's float32 parameters before they are rounded to their storage dtype; `values` must be codable."""
-    max_code = np.float32(2**bits - 1)
-    if search == "minmax":
+    bits, max_code = encoding.bits, np.float32(2**encoding.bits - 1)
+    if encoding.search == "minmax":
         affine_kernels.minmax_params(values, max_code, out_scale, out_zero_point)
-    elif search == "grid":
+    elif encoding.search == "grid":
         points, step, fit_steps, relax = GRIDS[bits]
         candidates = grid_candidates(bits, points, step)
         affine_kernels.grid_params(
             values, max_code, candidates, fit_steps, np.float32(relax), out_scale, out_zero_point
         )
     else:
-        _check_search(search, num_bins, ratio)
-        path = greedy_path(bits, num_bins or 0, ratio or 0.0)
-        affine_kernels.greedy_params(
-            values, max_code, path, np.float32(1.0 / (num_bins or 1)), out_scale, out_zero_point
-        )
+        num_bins, ratio = _check_search(encoding)
+        path = greedy_path(bits, num_bins, ratio)
+        affine_kernels.greedy_params(values, max_code, path, np.float32(1.0 / num_bins), out_scale, out_zero_point)
 
 
-def row_errors(
-    values: Float32s,
-    *,
-    bits: int,
-    search: AffineSearch,
-    param_dtype: ParamDtype,
-    num_bins: int | None = None,
-    ratio: float | None = None,
-) -> npt.NDArray[np.float64]:
-    """Return each row's squared error after `encode` and `decode`, summed over its elements: float64 (n,).
+def row_errors(values: Float32s, encoding: Affine) -> npt.NDArray[np.float64]:
+    """Return each row's squared error after `encode` and `decode`, summed over its elements: float64 (m,).
 
-    Makes no codes. `values` (n, dim) must be codable, C-contiguous float32.
+    Makes no codes. `values` is float32 (n, dim); ``m`` is less than n if the encoding refuses some rows.
+
+    Raises
+    ------
+    BadInput, BadShape, BadDtype
     """
-    found, stored = np.empty((2, len(values)), np.float32), np.empty((2, len(values)), param_dtype)
-    search_params(
-        values, bits=bits, search=search, num_bins=num_bins, ratio=ratio, out_scale=found[0], out_zero_point=found[1]
-    )
-    store_params(found[0], found[1], out_scale=stored[0], out_zero_point=stored[1])
+    values = codable(values, param_dtype=encoding.param_dtype)
+    if values.size == 0:
+        return np.zeros(len(values))
     errors = np.empty(len(values))
+    found, stored = np.empty((2, len(values)), np.float32), np.empty((2, len(values)), encoding.param_dtype)
+    search_params(values, encoding, out_scale=found[0], out_zero_point=found[1])
+    store_params(found[0], found[1], out_scale=stored[0], out_zero_point=stored[1])
     affine_kernels.squared_errors(
-        values, _as_float32(stored[0]), _as_float32(stored[1]), np.float32(2**bits - 1), errors
+        values, _as_float32(stored[0]), _as_float32(stored[1]), np.float32(2**encoding.bits - 1), errors
     )
     return errors
 
@@ -409,14 +373,14 @@ def _check_out(name: str, array: npt.NDArray[Any], shape: tuple[int, ...], dtype
         )
 
 
-def _check_search(search: str, num_bins: int | None, ratio: float | None) -> None:
-    if search not in ("grid", "minmax", "greedy"):
-        raise BadInput(f"search is 'grid', 'minmax' or 'greedy', found {search!r}", found=search)
-    if search == "greedy":
-        if num_bins is None or ratio is None or num_bins < 2 or not 0.0 <= ratio <= 1.0:
-            raise BadInput(
-                f"the greedy search needs num_bins of at least 2 and a ratio in [0, 1], found num_bins={num_bins}, "
-                f"ratio={ratio}; `choose_greedy` picks them on a sample"
-            )
-    elif num_bins is not None or ratio is not None:
-        raise BadInput(f"num_bins and ratio belong to the greedy search, found them with search={search!r}")
+def _check_search(encoding: Affine) -> tuple[int, float]:
+    """Return num_bins and ratio of the greedy search (0, 0 of the others); refuse an encoding that lacks them."""
+    num_bins, ratio = encoding.num_bins, encoding.ratio
+    if encoding.search != "greedy":
+        return 0, 0.0
+    if num_bins is None or ratio is None or num_bins < 2 or not 0.0 <= ratio <= 1.0:
+        raise BadInput(
+            f"the greedy search needs num_bins of at least 2 and a ratio in [0, 1], found num_bins={num_bins}, "
+            f"ratio={ratio}; `choose_greedy` picks them on a sample"
+        )
+    return num_bins, ratio

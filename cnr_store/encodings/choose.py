@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from cnr_store.encodings import affine, packing
 from cnr_store.errors import BadInput
-from cnr_store.types import Affine, AffineBits, Float32s
+from cnr_store.types import AffineBits, Float32s
 
 GREEDY_BINS = (10, 15, 20, 25, 30, 35, 40, 45, 50, 100, 200)
 GREEDY_RATIOS = (0.1, 0.16, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -54,28 +54,6 @@ def sample_rows(num_rows: int, count: int, seed: int) -> npt.NDArray[np.int64]:
         return np.arange(num_rows, dtype=np.int64)
     chosen = np.random.default_rng(seed).choice(num_rows, size=count, replace=False, shuffle=False)
     return np.sort(chosen.astype(np.int64))
-
-
-def row_errors(sample: Float32s, encoding: Affine) -> npt.NDArray[np.float64]:
-    """Return each row's squared error, summed over its elements, after encoding and decoding: float64 (m,).
-
-    ``m`` is less than the sample's rows where the encoding refuses some. float32 (n, dim); read only.
-
-    Raises
-    ------
-    BadInput, BadShape, BadDtype
-    """
-    rows = affine.codable(sample, param_dtype=encoding.param_dtype)
-    if rows.size == 0:
-        return np.zeros(len(rows))
-    return affine.row_errors(
-        rows,
-        bits=encoding.bits,
-        search=encoding.search,
-        param_dtype=encoding.param_dtype,
-        num_bins=encoding.num_bins,
-        ratio=encoding.ratio,
-    )
 
 
 def choose_greedy(sample: Float32s, bits: int) -> tuple[int, float]:

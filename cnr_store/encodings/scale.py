@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.encodings import kernels
-from cnr_store.encodings.choose import choose_greedy, row_errors
+from cnr_store.encodings.affine import row_errors
+from cnr_store.encodings.choose import choose_greedy
 from cnr_store.encodings.lattice import LARGEST_SCALE, SMALLEST_SCALE, check_scale
 from cnr_store.encodings.sampling import RowSample
 from cnr_store.encodings.widths import as_columns, to_float32

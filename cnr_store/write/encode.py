@@ -111,9 +111,7 @@ def encode_block(spec: ArraySpec, values: Array, dtype: np.dtype[Any]) -> dict[s
         scale = np.empty(len(values), encoding.param_dtype)
         zero_point = np.empty(len(values), encoding.param_dtype)
         bad = affine.encode(
-            widths.to_float32(np.ascontiguousarray(values), spec.dtype),
-            bits=encoding.bits, search=encoding.search, param_dtype=encoding.param_dtype,
-            num_bins=encoding.num_bins, ratio=encoding.ratio,
+            widths.to_float32(np.ascontiguousarray(values), spec.dtype), encoding,
             out_codes=codes, out_scale=scale, out_zero_point=zero_point,
         )  # fmt: skip
         if bad >= 0:

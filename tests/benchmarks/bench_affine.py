@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from cnr_store.encodings import affine, packing
-from cnr_store.types import Float32s
+from cnr_store.types import Affine, Float32s
 
 SPEED_TARGET, ERROR_TARGET = 40.0, 1.01
 
@@ -47,11 +47,10 @@ class Ours:
     def encode(self) -> None:
         affine.encode(
             self.rows,
-            bits=self.bits,
+            Affine(self.bits, **self.search),  # type: ignore[arg-type]
             out_codes=self.codes,
             out_scale=self.scale,
             out_zero_point=self.zero_point,
-            **self.search,
         )
 
     def error(self) -> float:

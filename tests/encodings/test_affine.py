@@ -8,6 +8,7 @@ import pytest
 
 from cnr_store.encodings import affine, affine_kernels, packing
 from cnr_store.errors import BadDtype, BadInput, BadShape
+from cnr_store.types import Affine
 from tests.support import affine_reference
 from tests.support.ties import affine_ties
 
@@ -27,12 +28,10 @@ class Encoded:
         self.zero_point = np.full(num_rows, 7, param_dtype)
         self.bad_row = affine.encode(
             values,
-            bits=bits,
-            param_dtype=param_dtype,  # type: ignore[arg-type]
+            Affine(bits, param_dtype=param_dtype, **search),  # type: ignore[arg-type]
             out_codes=self.codes,
             out_scale=self.scale,
             out_zero_point=self.zero_point,
-            **search,
         )
         self.decoded = np.full_like(values, np.nan)
         affine.decode(self.codes, self.scale, self.zero_point, bits=bits, dim=dim, out=self.decoded)
@@ -120,7 +119,7 @@ def test_searches_equal_the_numpy_reference_bit_for_bit(bits: int, num_rows: int
     points, step, fit_steps, relax = affine.GRIDS[bits]
 
     def search(**settings: Any) -> tuple[bytes, bytes]:
-        affine.search_params(values, bits=bits, out_scale=scale, out_zero_point=zero_point, **settings)
+        affine.search_params(values, Affine(bits, **settings), out_scale=scale, out_zero_point=zero_point)  # type: ignore[arg-type]
         return scale.tobytes(), zero_point.tobytes()
 
     def reference(params: tuple[np.ndarray, np.ndarray]) -> tuple[bytes, bytes]:
@@ -203,7 +202,7 @@ def test_a_row_that_cannot_be_encoded_is_named_and_nothing_is_written(bad: float
     values[199, 0] = np.nan
     codes, scale, zero_point = np.full((200, 12), 1, np.uint8), np.ones(200, "f2"), np.ones(200, "f2")
 
-    found = affine.encode(values, bits=4, out_codes=codes, out_scale=scale, out_zero_point=zero_point)
+    found = affine.encode(values, Affine(4), out_codes=codes, out_scale=scale, out_zero_point=zero_point)
 
     assert found == row
     assert (codes == 1).all()
@@ -283,24 +282,20 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     values = rows_of("gauss", 4, 8)
     good = {"out_codes": np.empty((4, 4), "u1"), "out_scale": np.empty(4, "f2"), "out_zero_point": np.empty(4, "f2")}
 
-    def encode(rows: np.ndarray = values, **changes: Any) -> None:
-        affine.encode(rows, **({"bits": 4} | good | changes))
+    def encode(rows: np.ndarray = values, encoding: Affine = Affine(4), **changes: Any) -> None:  # noqa: B008  frozen
+        affine.encode(rows, encoding, **(good | changes))
 
     encode()
     with pytest.raises(BadInput):
-        encode(bits=5)
+        encode(encoding=Affine(5))  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="num_bins"):
-        encode(search="greedy")
-    with pytest.raises(BadInput, match="greedy"):
-        encode(num_bins=25)
+        encode(encoding=Affine(4, "greedy"))
     with pytest.raises(BadInput, match="ratio"):
-        encode(search="greedy", num_bins=25, ratio=1.5)
-    with pytest.raises(BadInput, match="search"):
-        encode(search="kmeans")
+        encode(encoding=Affine(4, "greedy", num_bins=25, ratio=1.5))
     with pytest.raises(BadDtype, match="float32"):
         encode(values.astype(np.float64))
     with pytest.raises(BadDtype, match="scale"):
-        encode(param_dtype="float32")
+        encode(encoding=Affine(4, param_dtype="float32"))
     with pytest.raises(BadShape, match="codes"):
         encode(out_codes=np.empty((4, 5), "u1"))
     with pytest.raises(BadShape, match="rows"):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from cnr_store.encodings import affine, packing
-from cnr_store.types import ParamDtype
+from cnr_store.types import Affine, ParamDtype
 from tests.support import affine_reference
 
 LAWS = settings(max_examples=50, deadline=None)
@@ -34,12 +34,10 @@ def encoded(values: np.ndarray, bits: int, param_dtype: str, **search: Any) -> t
     scale, zero_point = np.empty(len(values), param_dtype), np.empty(len(values), param_dtype)
     bad_row = affine.encode(
         values,
-        bits=bits,
-        param_dtype=param_dtype,  # type: ignore[arg-type]
+        Affine(bits, param_dtype=param_dtype, **search),  # type: ignore[arg-type]
         out_codes=codes,
         out_scale=scale,
         out_zero_point=zero_point,
-        **search,
     )
     decoded = np.empty_like(values)
     affine.decode(codes, scale, zero_point, bits=bits, dim=values.shape[1], out=decoded)
@@ -85,7 +83,7 @@ def test_searches_equal_the_reference(values: np.ndarray, bits: int) -> None:
         ),
     ]
     for search, expected in references:
-        affine.search_params(values, bits=bits, out_scale=scale, out_zero_point=zero_point, **search)  # type: ignore[arg-type]
+        affine.search_params(values, Affine(bits, **search), out_scale=scale, out_zero_point=zero_point)  # type: ignore[arg-type]
         np.testing.assert_array_equal(scale, expected[0])
         np.testing.assert_array_equal(zero_point, expected[1])
 
@@ -118,7 +116,7 @@ def test_row_errors_are_those_of_what_is_decoded(
     values: np.ndarray, bits: int, param_dtype: ParamDtype, search: dict[str, Any]
 ) -> None:
     decoded = encoded(values, bits, param_dtype, **search)[-1]
-    errors = affine.row_errors(values, bits=bits, param_dtype=param_dtype, **search)
+    errors = affine.row_errors(values, Affine(bits, param_dtype=param_dtype, **search))  # type: ignore[arg-type]
     np.testing.assert_allclose(np.sqrt(errors), row_errors(values, decoded), rtol=1e-12)
 
 

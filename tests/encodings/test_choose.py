@@ -15,7 +15,7 @@ def gauss(num_rows: int, dim: int) -> np.ndarray:
 
 
 def sample_mse(sample: np.ndarray, encoding: Affine) -> float:
-    errors = choose.row_errors(sample, encoding)
+    errors = affine.row_errors(sample, encoding)
     return float(np.sum(errors)) / (len(errors) * sample.shape[1]) if errors.size else 0.0
 
 
@@ -85,7 +85,7 @@ def test_one_search_gives_the_errors_of_every_shorter_path(bits: AffineBits) -> 
     for num_bins, by_ratio in zip(choose.GREEDY_BINS, distances, strict=True):
         for ratio, distance in zip(choose.GREEDY_RATIOS, by_ratio, strict=True):
             alone = Affine(bits=bits, search="greedy", param_dtype="float32", num_bins=num_bins, ratio=ratio)
-            assert distance == pytest.approx(np.sqrt(choose.row_errors(rows, alone)).mean(), rel=1e-4)
+            assert distance == pytest.approx(np.sqrt(affine.row_errors(rows, alone)).mean(), rel=1e-4)
 
 
 def test_coarse_codes_get_a_longer_greedy_path_than_fine_ones() -> None:

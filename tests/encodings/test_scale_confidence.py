@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cnr_store.encodings import scale
-from cnr_store.encodings.choose import choose_greedy, row_errors
+from cnr_store.encodings.affine import row_errors
+from cnr_store.encodings.choose import choose_greedy
 from cnr_store.encodings.sampling import LEAST_ROWS, SAMPLE_ELEMENTS, SAMPLE_ROWS, RowSample
 from cnr_store.encodings.scale import ScaleChoice, measure_scale, pooled, ratio_half_width, spread_over_cells
 from cnr_store.errors import BadInput

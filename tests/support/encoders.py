@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.encodings import float_bits, kernels
-from cnr_store.encodings.choose import choose_greedy, row_errors
+from cnr_store.encodings.affine import row_errors
+from cnr_store.encodings.choose import choose_greedy
 from cnr_store.encodings.widths import FloatBlock, as_columns, carrier, narrowest
 from cnr_store.types import Affine, AffineBits, Codes, Float32s, TableDtype
 
