@@ -198,13 +198,13 @@ def run_save(job: SaveJob) -> None:
             transaction.write_table(
                 one.key.table, TensorRows(one.weight), slots=_slot_rows(one), rectangle=one.key.rectangle
             )
-        tensors, codes = job.staged.tensors, job.staged.codes
+        codes = job.staged.codes
         updates = []
         for name, rows in job.rows.items():
             if len(rows.row_ids):
-                copies = dict(tensors[name])
-                values = as_array(codes[name] if name in codes else copies.pop(WEIGHT))
-                slots = {slot: as_array(flat_rows(tensor)) for slot, tensor in copies.items()}
+                copies = job.staged.arrays(name, as_array)
+                values = as_array(codes[name]) if name in codes else copies.pop(WEIGHT)
+                slots = {slot: array[:, 0] if array.shape[1:] == (1,) else array for slot, array in copies.items()}
                 updates.append(
                     RowUpdate(rows.key.table, rows.row_ids, values, slots, rectangle=rows.key.rectangle)
                 )  # fmt: skip

@@ -233,8 +233,9 @@ def slot_documents(shards: Mapping[str, LocalShard], slots: Mapping[str, Slots])
     return {
         shards[name].table: {
             slot: {
-                "shape": [shards[name].num_rows, *_row_shape(tensor, shards[name].dim)],
+                # Keys in order, so that it is stored as an object, not as pairs: a model may have thousands.
                 "layout": "strided" if tensor.layout is torch.strided else "sparse",
+                "shape": [shards[name].num_rows, *_row_shape(tensor, shards[name].dim)],
             }
             for slot, tensor in named.items()
         }

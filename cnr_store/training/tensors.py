@@ -67,6 +67,8 @@ def dense_dtype_name(tensor: torch.Tensor, name: str) -> str:
 
 def as_array(tensor: torch.Tensor) -> Array:
     """Return a tensor's elements as a numpy array, which shares the memory of a contiguous host tensor."""
+    if tensor.dtype not in _CARRIERS and tensor.is_cpu and not tensor.requires_grad and tensor.is_contiguous():
+        return tensor.numpy()
     host = tensor.detach().cpu().contiguous()
     if host.dtype not in _CARRIERS:
         return host.numpy()

@@ -7,8 +7,9 @@ not contiguous is copied by torch, tensor by tensor.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, repeat
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -21,7 +22,7 @@ from numba import carray  # type: ignore[attr-defined]
 from cnr_store.runtime.addresses import address_of, int32s_at, int64s_at
 from cnr_store.runtime.jit import njit
 from cnr_store.types import RowIds
-from cnr_store_gpu.delivery import Delivery, KeptMemory
+from cnr_store_gpu.delivery import KeptMemory
 from cnr_store_gpu.gather import RowRequest, check_range, index_of
 
 SMALL_BYTES = 1 << 18
@@ -113,7 +114,7 @@ def _layout(names: list[str], lengths: list[int], tensors: Sequence[torch.Tensor
 
 @dataclass(slots=True, eq=False)
 class SmallCopies:
-    """The small ones among the requests of a gather, of any number of tables: copied by `copy`, described by `deliver`.
+    """The small ones among the requests of a gather, of any number of tables: copied by `copy`.
 
     Attributes
     ----------
@@ -135,6 +136,10 @@ class SmallCopies:
     _end: int
     _most: int
     _flat: torch.Tensor | None = None
+    _typed: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+    _arrays: dict[torch.dtype, npt.NDArray[Any]] = field(default_factory=dict)
+    _first: dict[str, int] = field(default_factory=dict)
+    _stop: dict[str, int] = field(default_factory=dict)
 
     def copy(self, requests: Mapping[str, RowRequest], memory: KeptMemory) -> None:
         """Copy the rows as they are now. Blocks until it is done.
@@ -152,21 +157,51 @@ class SmallCopies:
             at = self._chosen[outside]
             check_range(index_of(requests[self._tables[self.layout.owners[at]]].row_ids), self.layout.num_rows[at])
 
-    def deliver(self) -> Delivery:
-        """Return the copies, as tensors that share the memory they are in."""
-        assert self._flat is not None  # copied
-        layout, chosen = self.layout, self._chosen
-        typed: dict[torch.dtype, torch.Tensor] = {}
-        tensors: dict[tuple[str, str], torch.Tensor] = {}
-        columns = (chosen, layout.owners[chosen], layout.plain[chosen], self._parts[:, 1], self._parts[:, 4])
-        for at, owner, tensor, count, begin in zip(*(column.tolist() for column in columns), strict=True):
-            dtype, shape = layout.kinds[0][tensor], layout.shapes[at]
-            flat = typed.get(dtype)
+    def tensors_of(self, table: str) -> dict[str, torch.Tensor]:
+        """Return the copies of a table by name, as tensors that share the memory they are in; made anew by each call.
+
+        Raises
+        ------
+        KeyError
+            Nothing of this table was copied here.
+        """
+        return {
+            name: self._typed_as(dtype).as_strided((count, *shape), (*shape, 1), start)
+            for name, dtype, count, shape, start in self._places_of(table)
+        }
+
+    def arrays_of(self, table: str, as_array: Callable[[torch.Tensor], npt.NDArray[Any]]) -> dict[str, Any]:
+        """Return `tensors_of` as ``as_array`` would convert them, without a tensor for each: it is asked once a dtype.
+
+        ``as_array`` returns an array that shares the tensor's memory, with as many elements.
+        """
+        found = {}
+        for name, dtype, count, shape, start in self._places_of(table):
+            flat = self._arrays.get(dtype)
             if flat is None:
-                flat = typed[dtype] = self._flat[: self._end // dtype.itemsize * dtype.itemsize].view(dtype)
-            place = flat.as_strided((count, *shape), (*shape, 1), begin // dtype.itemsize)
-            tensors[self._tables[owner], layout.names[tensor]] = place
-        return Delivery(tensors, size_bytes=self.size_bytes)
+                flat = self._arrays[dtype] = as_array(self._typed_as(dtype))
+            found[name] = flat[start : start + count * math.prod(shape)].reshape(count, *shape)
+        return found
+
+    def _typed_as(self, dtype: torch.dtype) -> torch.Tensor:
+        """All copies as elements of a dtype; those of others make no sense then."""
+        assert self._flat is not None  # copied
+        if dtype not in self._typed:
+            self._typed[dtype] = self._flat[: self._end // dtype.itemsize * dtype.itemsize].view(dtype)
+        return self._typed[dtype]
+
+    def _places_of(self, table: str) -> Iterator[tuple[str, torch.dtype, int, tuple[int, ...], int]]:
+        """Of each copy of a table: name, dtype, rows, shape of a row, and the element that it begins at."""
+        layout = self.layout
+        if not self._first:
+            owners, numbers = layout.owners[self._chosen], np.arange(len(self._tables))
+            self._first.update(zip(self._tables, np.searchsorted(owners, numbers).tolist(), strict=True))
+            self._stop.update(zip(self._tables, np.searchsorted(owners, numbers, "right").tolist(), strict=True))
+        for number in range(self._first[table], self._stop[table]):
+            at, count, begin = int(self._chosen[number]), int(self._parts[number, 1]), int(self._parts[number, 4])
+            tensor = int(layout.plain[at])
+            dtype = layout.kinds[0][tensor]
+            yield layout.names[tensor], dtype, count, layout.shapes[at], begin // dtype.itemsize
 
 
 def small_copies(

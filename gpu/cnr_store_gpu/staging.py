@@ -14,10 +14,12 @@ were released.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from cnr_store.errors import BackgroundSaveFailed, BadInput, CnrStoreError
@@ -26,7 +28,7 @@ from cnr_store_gpu.delivery import Delivery, KeptMemory, StagedArray, StagedIds,
 from cnr_store_gpu.gather import RowRequest, check_range, common_rows, index_of, select_rows
 from cnr_store_gpu.pinned import PINNED_BYTES, TransitRing, block_sizes
 from cnr_store_gpu.quantize import LatticeCodes, check_codable
-from cnr_store_gpu.small_copies import SmallLayout, small_copies
+from cnr_store_gpu.small_copies import SmallCopies, SmallLayout, small_copies
 from cnr_store_gpu.transfer import Transfer, transfer_for
 
 
@@ -45,17 +47,21 @@ class Staged:
         self._give_back: Callable[[], None] | None = give_back
         self._here = Delivery()
         self._under_way: list[Future[Delivery]] = []
-        self._described: list[Callable[[], Delivery]] = []
+        self._small: SmallCopies | None = None
         self._merging, self._releasing = threading.Lock(), threading.Lock()
 
-    def expect(self, delivery: Delivery | Future[Delivery] | Callable[[], Delivery]) -> None:
-        """Add arrays that are here, or will be; or are here, and are described by a call when they are asked for."""
+    def expect(self, delivery: Delivery | Future[Delivery]) -> None:
+        """Add arrays that are here, or will be."""
         if isinstance(delivery, Future):
             self._under_way.append(delivery)
-        elif callable(delivery):
-            self._described.append(delivery)
         else:
             self._add(delivery)
+
+    def add_small(self, small: SmallCopies) -> None:
+        """Add copies of small tables, once; their tensors are made when they are asked for."""
+        self._small = small
+        self.size_bytes += small.size_bytes
+        self._here.row_ids |= small.row_ids
 
     @property
     def is_ready(self) -> bool:
@@ -73,9 +79,6 @@ class Staged:
             Ids that were on a device lie outside their table.
         """
         with self._merging:
-            while self._described:
-                self._add(self._described[0]())
-                self._described.pop(0)
             while self._under_way:
                 try:
                     arrived = self._under_way[0].result()
@@ -104,16 +107,23 @@ class Staged:
         return {table: self._here.row_ids[table] for table in self._order}
 
     @property
-    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+    def tensors(self) -> Mapping[str, dict[str, torch.Tensor]]:
         """Host tensors by table and name: ``(n, ...)``, contiguous, row i is row ``row_ids[i]``. Blocks as `wait`.
 
-        Without what is in `codes` instead. Views of memory that a gather after the release overwrites.
+        Without what is in `codes` instead. Views of memory that a gather after the release overwrites, made when a
+        table is looked up.
         """
-        tensors = self.wait()._here.tensors
-        return {
-            table: {name: tensors[table, name] for name in names if (table, name) in tensors}
-            for table, names in self._order.items()
-        }
+        return _TensorsByTable(self._order, self.wait()._here.tensors, self._small)
+
+    def arrays(self, table: str, as_array: Callable[[torch.Tensor], npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        """Return `tensors` of one table as arrays, each as ``as_array`` converts it. Blocks as `wait`.
+
+        ``as_array`` returns an array that shares the memory of a contiguous host tensor, with as many elements.
+        """
+        self.wait()
+        if self._small is not None and table in self._small.row_ids:
+            return self._small.arrays_of(table, as_array)
+        return {name: as_array(tensor) for name, tensor in self.tensors[table].items()}
 
     @property
     def codes(self) -> dict[str, torch.Tensor]:
@@ -123,7 +133,7 @@ class Staged:
     @property
     def host_bytes(self) -> int:
         """Bytes of what is handed out: those that crossed from the device. Blocks as `wait`."""
-        return self.wait()._here.size_bytes
+        return self.wait()._here.size_bytes + (0 if self._small is None else self._small.size_bytes)
 
     def release(self) -> None:
         """Let a later gather use the memory, once the copies have arrived.
@@ -134,6 +144,27 @@ class Staged:
             give_back, self._give_back = self._give_back, None
         if give_back is not None:
             give_back()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TensorsByTable(Mapping[str, dict[str, torch.Tensor]]):
+    """`Staged.tensors`: tables in the order in which they were asked for."""
+
+    order: Mapping[str, tuple[str, ...]]
+    arrived: Mapping[tuple[str, str], torch.Tensor]
+    small: SmallCopies | None
+
+    def __getitem__(self, table: str) -> dict[str, torch.Tensor]:
+        names = self.order[table]
+        if self.small is not None and table in self.small.row_ids:
+            return self.small.tensors_of(table)
+        return {name: self.arrived[table, name] for name in names if (table, name) in self.arrived}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.order)
+
+    def __len__(self) -> int:
+        return len(self.order)
 
 
 @dataclass(slots=True, eq=False)
@@ -278,9 +309,7 @@ class StagingBuffers:
             self._small = small.layout
             if small.row_ids:
                 small.copy(requests, slot.memory)
-                staged.size_bytes += small.size_bytes
-                here.row_ids |= small.row_ids
-                staged.expect(small.deliver)
+                staged.add_small(small)
                 rest = {table: one for table, one in requests.items() if table not in small.row_ids}
         for table, request in rest.items():
             index, num_rows = index_of(request.row_ids), common_rows(request.tensors)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_store.errors import BadRowIds, BadShape
+from cnr_store.training.tensors import as_array
 from cnr_store_gpu import RowBitmap, RowRequest, RowTracker, StagingBuffers, gather_rows
 from cnr_store_gpu.small_copies import SMALL_BYTES, small_copies
 from cnr_store_gpu.tables import rows_with_gradient
@@ -93,6 +94,11 @@ def test_small_copies_equal_gather_rows(data: st.DataObject) -> None:
         for name, one in staged.tensors[table].items():
             assert one.dtype == expected[name].dtype
             assert torch.equal(one, expected[name]), (table, name)
+        arrays = staged.arrays(table, as_array)
+        assert arrays.keys() == expected.keys()
+        for name, array in arrays.items():
+            assert array.dtype == as_array(expected[name]).dtype
+            assert array.tobytes() == as_array(expected[name]).tobytes()
     assert staged.size_bytes == sum(one.nbytes for named in staged.tensors.values() for one in named.values())
 
 
