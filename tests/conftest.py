@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
 
 from tests.support.launcher import Launcher
+
+# Torch's threads spin while they wait for each other: 360 steps of a small model took 27 s of CPU time on busy cores,
+# and take 1 s now. libgomp reads this when torch is imported; the processes that tests start inherit it.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 pytest_plugins = ["tests.support.servers"]
 
