@@ -11,7 +11,7 @@ from cnr_store.format.documents import sha256
 from cnr_store.format.limits import MAX_LISTS_BYTES
 from cnr_store.format.records import ChainEntry, CommitRecord
 from cnr_store.relay.copied_versions import CopiedVersions
-from cnr_store.relay.mirroring import Descent, next_live, segments_to_copy, versions_of_channels
+from cnr_store.relay.mirroring import Descent, next_live, versions_of_channels
 from cnr_store.relay.report import RelayReport
 from cnr_store.relay.source import RelaySource
 from cnr_store.relay.target import RelayTarget
@@ -141,7 +141,7 @@ class Copier:
     def _copy_segments(self, chain: tuple[ChainEntry, ...], report: RelayReport) -> list[ChainEntry]:
         """Copy the missing segments of a chain; return those that an earlier round or another relay copied."""
         reused = []
-        for item in segments_to_copy([chain], self._copied.present):
+        for item in (one for one in chain if one.seg not in self._copied.present):
             if has_segment(self._target.storage, item):
                 reused.append(item)
             else:

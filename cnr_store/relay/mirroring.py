@@ -8,13 +8,12 @@ no reader finds one of them at the end of the log.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cnr_store.errors import CnrStoreError, CorruptRecord
 from cnr_store.format.commit_record import LogEntry, decode_record, is_live, named_versions
 from cnr_store.format.documents import sha256
-from cnr_store.format.records import ChainEntry, CommitRecord
+from cnr_store.format.records import CommitRecord
 
 
 def next_live(head: CommitRecord, version: int) -> int:
@@ -54,17 +53,6 @@ def versions_of_channels(record: CommitRecord, first: int) -> tuple[int, ...]:
     """Return the other versions that a record's channels name and whose records the relay has."""
     named = {version for version in record.channels.values() if first <= version < record.v}
     return tuple(sorted(version for version in named if is_live(record, version)))
-
-
-def segments_to_copy(chains: Iterable[Sequence[ChainEntry]], present: Iterable[str]) -> tuple[ChainEntry, ...]:
-    """Return the segments of chains that are not in ``present``, each once, in the order in which they apply."""
-    known = set(present)
-    needed: dict[str, ChainEntry] = {}
-    for chain in chains:
-        for entry in chain:
-            if entry.seg not in known:
-                needed.setdefault(entry.seg, entry)
-    return tuple(needed.values())
 
 
 @dataclass(frozen=True, slots=True)

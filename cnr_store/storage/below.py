@@ -1,18 +1,14 @@
 """Open a path below a folder without following symbolic links or a race between check and use.
 
-A link below a store's root would redirect deletions, writes and reads to another folder. Linux refuses links in one
-system call (``openat2``, since 5.6, without a Python function); elsewhere the path is opened part by part.
+A link below a store's root would redirect deletions, writes and reads to another folder. So each part of a path is
+opened relative to the folder before it, and refused if it is a link.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import stat
-import sys
-from functools import cache
-from typing import Any
 
 # Windows has neither; there `LocalStorage` refuses, and this module must still be importable.
 _FOLDER_ONLY = getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -21,15 +17,6 @@ FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | _FOLDER_ONLY
 """Flags to open a folder for access to its entries; to list or sync it use `LISTED_FOLDER`."""
 
 LISTED_FOLDER = os.O_RDONLY | _FOLDER_ONLY
-
-_OPENAT2 = 437
-"""The system call's number, which is the same on every architecture."""
-
-_RESOLVE_NO_SYMLINKS, _RESOLVE_BENEATH = 0x04, 0x08
-
-
-class _OpenHow(ctypes.Structure):
-    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
 
 
 def open_below(folder: int, path: str, flags: int) -> int:
@@ -40,14 +27,15 @@ def open_below(folder: int, path: str, flags: int) -> int:
     OSError
         ``ELOOP`` if a part of the path is a symbolic link; else as `os.open`.
     """
-    openat2 = _openat2()
-    if openat2 is None:
-        return _walk(folder, path, flags)
-    while (fd := openat2(_OPENAT2, folder, path.encode(), _how(flags), ctypes.sizeof(_OpenHow))) < 0:
-        code = ctypes.get_errno()
-        if code != errno.EINTR:
-            raise OSError(code, os.strerror(code), path)
-    return int(fd)
+    *parents, name = path.split("/")
+    fd = os.dup(folder)
+    try:
+        for part in parents:
+            fd, above = _open_one(fd, part, FOLDER), fd
+            os.close(above)
+        return _open_one(fd, name, flags)
+    finally:
+        os.close(fd)
 
 
 def make_below(folder: int, path: str) -> int:
@@ -66,22 +54,10 @@ def make_below(folder: int, path: str) -> int:
                 os.mkdir(part, dir_fd=above)
             except FileExistsError:
                 pass
-            fd = open_below(above, part, FOLDER)
+            fd = _open_one(above, part, FOLDER)
         finally:
             os.close(above)
     return fd
-
-
-def _walk(folder: int, path: str, flags: int) -> int:
-    *parents, name = path.split("/")
-    fd = os.dup(folder)
-    try:
-        for part in parents:
-            fd, above = _open_one(fd, part, FOLDER), fd
-            os.close(above)
-        return _open_one(fd, name, flags)
-    finally:
-        os.close(fd)
 
 
 def _open_one(folder: int, name: str, flags: int) -> int:
@@ -92,26 +68,3 @@ def _open_one(folder: int, name: str, flags: int) -> int:
         if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name) from None
         raise
-
-
-@cache
-def _how(flags: int) -> Any:
-    return ctypes.byref(_OpenHow(flags | os.O_CLOEXEC, 0, _RESOLVE_NO_SYMLINKS | _RESOLVE_BENEATH))
-
-
-@cache
-def _openat2() -> Any:
-    """Return the system call, or None if the kernel or this process's sandbox does not support it."""
-    if not sys.platform.startswith("linux"):
-        return None
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    call.restype = ctypes.c_long
-    root = os.open("/", FOLDER)
-    try:
-        fd = call(_OPENAT2, root, b".", _how(FOLDER), ctypes.sizeof(_OpenHow))
-    finally:
-        os.close(root)
-    if fd < 0:
-        return None
-    os.close(fd)
-    return call

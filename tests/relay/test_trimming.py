@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_store.format.commit_record import is_live
-from cnr_store.format.records import ChainEntry, CommitRecord, RelayTrims, WriterInfo
+from cnr_store.format.records import CommitRecord, RelayTrims, WriterInfo
 from cnr_store.log.rebase import draft_init
 from cnr_store.log.retention import Holds, LiveVersion, RetentionPolicy
-from cnr_store.relay.mirroring import first_version, next_live, segments_to_copy, versions_of_channels
+from cnr_store.relay.mirroring import first_version, next_live, versions_of_channels
 from cnr_store.relay.trimming import base_of, plan_trim
 
 INIT = draft_init(WriterInfo(host="", lib="", run_id=""))
@@ -53,16 +53,6 @@ def test_a_relay_never_begins_at_position_0() -> None:
     assert first_version(INIT, None, 0) is None
     assert versions_of_channels(head, 3) == (7,)
     assert versions_of_channels(msgspec.structs.replace(head, expired=(7,)), 1) == ()
-
-
-def test_segments_are_copied_once_and_in_their_order() -> None:
-    entries = [
-        ChainEntry(seg=segment(n), sha256="", kind="delta", l0=n, l1=n + 1, bytes=0, rows=0) for n in range(4)
-    ]  # fmt: skip
-
-    found = segments_to_copy([entries[:3], [entries[0], entries[3]]], {segment(1)})
-
-    assert [entry.seg for entry in found] == [segment(0), segment(2), segment(3)]
 
 
 @settings(deadline=None)

@@ -27,13 +27,9 @@ def foreign(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture(params=["openat2", "walk"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Storage:
-    """A storage with ``data/s/r0/x``; in every way in which folders are opened."""
-    if request.param == "walk":
-        monkeypatch.setattr(below, "_openat2", lambda: None)
-    elif below._openat2() is None:
-        pytest.skip("this kernel has no openat2, or does not let us use it")
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    """A storage with ``data/s/r0/x``."""
     storage = open_storage(tmp_path / "root")
     storage.put("data/s/r0/x", b"x")
     return storage
@@ -166,17 +162,7 @@ def test_a_link_that_comes_while_folders_are_made_is_refused(
     assert contents(foreign) == FOREIGN
 
 
-def test_where_the_kernel_does_not_refuse_links_folders_are_walked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(below, "_OPENAT2", 10**6)  # ENOSYS
-    below._openat2.cache_clear()
-    try:
-        assert below._openat2() is None
-    finally:
-        monkeypatch.undo()
-        below._openat2.cache_clear()
-
-
-def test_an_open_that_fails_says_why_in_both_ways(storage: Storage, tmp_path: Path) -> None:
+def test_an_open_that_fails_gives_the_reason(storage: Storage, tmp_path: Path) -> None:
     folder = os.open(tmp_path / "root", below.FOLDER)
     try:
         for path, code in (

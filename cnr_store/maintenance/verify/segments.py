@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -281,19 +282,12 @@ def _check_receipt(storage: Storage, key: str, manifest: Manifest) -> None:
         raise CorruptObject(f"{key} differs from the segment's manifest; no reader needs it")
 
 
-class _caught:  # noqa: N801 - reads as a statement
-    """Context manager that reports a library error as one object's problem; re-raises `AccessDenied`."""
-
-    def __init__(self, findings: Findings, key: str, versions: tuple[int, ...]) -> None:
-        self._findings = findings
-        self._key = key
-        self._versions = versions
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, CnrStoreError) and not isinstance(error, AccessDenied):
-            self._findings.add_error(error, self._key, self._versions)
-            return True
-        return False
+@contextmanager
+def _caught(findings: Findings, key: str, versions: tuple[int, ...]) -> Iterator[None]:
+    """Report a library error of the block as one object's problem; re-raise `AccessDenied`."""
+    try:
+        yield
+    except AccessDenied:
+        raise
+    except CnrStoreError as error:
+        findings.add_error(error, key, versions)
