@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import msgspec
 
 from cnr_store.errors import BadName, CorruptObject, CorruptStore, NewerFormat
 from cnr_store.format.arrays import chunk_count, object_count, object_paths
-from cnr_store.format.documents import decode_document, sha256
+from cnr_store.format.documents import decode_document, loads, sha256
+from cnr_store.format.fields import Name
 from cnr_store.format.layout import MAX_NODE_BYTES, check_relative_path, percent_encoded, segment_name
 from cnr_store.format.manifest_checks import entry_problems, manifest_problems
 from cnr_store.format.packed import unpack
@@ -29,6 +30,7 @@ from cnr_store.format.records import (
     PartPlace,
     RowListEntry,
     SegmentDocument,
+    TableSchema,
     Written,
 )
 from cnr_store.types import Rectangle
@@ -99,15 +101,23 @@ def expand(written: Written) -> Expanded:
     begun: Counter[str] = Counter()
     parts = []
     for line in written.parts:
-        lists: dict[str, Any] = dict.fromkeys(OPERATIONS)
+        lists: dict[str, Any] = {}
         for operation in OPERATIONS:
             row_list: ListLine | None = getattr(line, operation)
             if row_list is not None:
                 if row_list.group not in groups:
                     raise ValueError(f"part {line} has rows in {row_list.group}, which is no group of arrays")
-                lists[operation] = _window(row_list, groups[row_list.group], begun[row_list.group])
+                lists[operation] = RowListEntry(
+                    count=row_list.count, first=row_list.first, last=row_list.last, group=groups[row_list.group],
+                    start=begun[row_list.group],
+                )  # fmt: skip
                 begun[row_list.group] += row_list.count
-        parts.append(PartEntry(**(msgspec.structs.asdict(line) | lists)))
+        parts.append(
+            PartEntry(
+                table=line.table, rows=line.rows, columns=line.columns, base_digest=line.base_digest,
+                state_digest=line.state_digest, **lists,
+            )
+        )  # fmt: skip
     for group in written.groups:
         if begun[group.path] != group.rows:
             raise ValueError(f"the lists of group {group.path} have {begun[group.path]} rows, its arrays {group.rows}")
@@ -144,12 +154,6 @@ def _arrays_of(group: ArrayGroup, objects: list[ObjectEntry]) -> dict[str, Array
     return entries
 
 
-def _window(line: ListLine, arrays: Mapping[str, ArrayEntry], start: int) -> RowListEntry:
-    """What a row list has of the arrays of its group."""
-    own = {name: msgspec.structs.replace(one, start=start, count=line.count) for name, one in arrays.items()}
-    return RowListEntry(count=line.count, first=line.first, last=line.last, arrays=own)
-
-
 def resolved(document: SegmentDocument) -> Manifest:
     """Return what readers make of a document that they have not checked yet. Pure; raises as `expand`."""
     same = {name: getattr(document, name) for name in _SAME_FIELDS}
@@ -172,7 +176,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     """
     text = unpack(data, where)
     try:
-        document = decode_document(text, SegmentDocument, where)
+        document = _document_of(text, where)
     except CorruptStore:
         _check_format(decode_document(text, dict, where).get("format"), where)  # a newer one may look otherwise
         raise
@@ -187,6 +191,33 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     if problem:
         raise CorruptStore(f"{where}: {problem}; run `cnr verify`", path=where)
     return manifest
+
+
+class _SchemaTexts(SegmentDocument, frozen=True, kw_only=True):
+    """A manifest of which the schemas are not parsed yet."""
+
+    tables: dict[Name, msgspec.Raw]  # type: ignore[assignment]  # until `_document_of` has parsed them
+
+
+# Built while the module is imported, as those of `documents`.
+_TEXTS = msgspec.json.Decoder(_SchemaTexts)
+_SCHEMA = msgspec.json.Decoder(TableSchema)
+
+
+def _document_of(text: bytes, where: str) -> SegmentDocument:
+    """Parse a manifest. Tables with equal schemas share one object, which is parsed and checked once."""
+    schemas: dict[bytes, TableSchema] = {}
+    tables: dict[str, TableSchema] = {}
+    try:
+        document = loads(text, _TEXTS)
+        for name, raw in document.tables.items():
+            own = bytes(raw)
+            if own not in schemas:
+                schemas[own] = _SCHEMA.decode(own)
+            tables[name] = schemas[own]
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return decode_document(text, SegmentDocument, where)  # which says where in the document it is wrong
+    return msgspec.structs.replace(document, tables=tables)
 
 
 _OWN_FIELDS = ("dense", "documents", "recorded")

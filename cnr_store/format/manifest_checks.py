@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 import xxhash
 
-from cnr_store.format.arrays import chunk_bytes, chunk_count, decoded_bytes, index_bytes, object_paths
+from cnr_store.format.arrays import chunk_bytes, decoded_bytes, index_bytes, object_paths
 from cnr_store.format.layout import check_name, segment_name
 from cnr_store.format.limits import CHUNK_BYTES, MAX_CHUNK_BYTES, MAX_ELEMENTS, MAX_SCALE, MIN_SCALE
 from cnr_store.format.records import (
@@ -61,13 +61,14 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
             check_name(node)
     if len({*manifest.documents, *manifest.kept}) != len(manifest.documents) + len(manifest.kept):
         yield "a document is kept twice, or kept and stored"
-    for name, schema in manifest.tables.items():
+    for name, schema in {id(schema): (name, schema) for name, schema in manifest.tables.items()}.values():
         yield from _schema_problems(name, schema)
+    fitting: Fitting = set()
     for part in manifest.parts:
         if part.table not in manifest.tables:
             yield f"a part belongs to unknown table {part.table!r}"
             continue
-        yield from _part_problems(part, manifest.tables[part.table])
+        yield from _part_problems(part, manifest.tables[part.table], fitting)
     yield from _overlaps(manifest.parts)
     yield from _gaps(manifest)
     yield from _array_problems(manifest)
@@ -118,6 +119,8 @@ def _overlaps(parts: tuple[PartEntry, ...]) -> Iterator[str]:
         if part.rows[0] < part.rows[1]:
             by_table.setdefault(part.table, []).append(part)
     for table, own in by_table.items():
+        if len(own) == 1:
+            continue
         ends = iter(sorted(own, key=lambda part: part.rows[1]))
         next_end = next(ends)
         lefts: list[int] = []  # of the rectangles that have the row, sorted; and where each stops
@@ -167,7 +170,12 @@ def _expected_arrays(schema: TableSchema, operation: str, width: int) -> dict[st
     return expected
 
 
-def _part_problems(part: PartEntry, schema: TableSchema) -> Iterator[str]:
+Fitting = set[tuple[int, int, str, int]]
+"""Arrays of a group that are those of a row list, by identity of the group and the schema, operation and width. Tables
+that are alike share both: then they are compared once."""
+
+
+def _part_problems(part: PartEntry, schema: TableSchema, fitting: Fitting) -> Iterator[str]:
     start, stop = part.columns
     if not start < stop <= schema.dim:
         yield f"part {part} has columns {part.columns} of {schema.dim}"
@@ -178,29 +186,42 @@ def _part_problems(part: PartEntry, schema: TableSchema) -> Iterator[str]:
     for operation in OPERATIONS:
         row_list: RowListEntry | None = getattr(part, operation)
         if row_list is not None:
-            yield from _list_problems(part, operation, row_list, schema)
+            for problem in _list_problems(part, operation, row_list, schema, fitting):
+                yield f"part {part} {operation}{problem}"
 
 
-def _list_problems(part: PartEntry, operation: str, row_list: RowListEntry, schema: TableSchema) -> Iterator[str]:
-    where = f"part {part} {operation}"
-    if "rows" not in row_list.arrays:
-        yield f"{where} has no rows"
+def _list_problems(
+    part: PartEntry, operation: str, row_list: RowListEntry, schema: TableSchema, fitting: Fitting
+) -> Iterator[str]:
+    if "rows" not in row_list.group:
+        yield " has no rows"
         return
-    for name, (dtypes, width) in _expected_arrays(schema, operation, part.columns[1] - part.columns[0]).items():
-        found = row_list.arrays.get(name)
-        if found is None:
-            yield f"{where} lacks array {name!r}"
-        elif found.dtype not in dtypes or found.shape[1:] != (() if width is None else (width,)):
-            yield f"{where}: array {name!r} is {found.dtype} {found.shape}"
-    chunks = chunk_count(row_list.arrays["rows"])
+    columns = part.columns[1] - part.columns[0]
+    key = (id(row_list.group), id(schema), operation, columns)
+    if key not in fitting:
+        problems = [*_misfits(row_list.group, schema, operation, columns)]
+        yield from problems
+        if not problems:
+            fitting.add(key)
+    chunks = row_list.chunks
     if len(row_list.first) != chunks or len(row_list.last) != chunks:
-        yield f"{where} has {len(row_list.first)} and {len(row_list.last)} chunk ranges for {chunks} chunks"
+        yield f" has {len(row_list.first)} and {len(row_list.last)} chunk ranges for {chunks} chunks"
         return
     for k, (first, last) in enumerate(zip(row_list.first, row_list.last, strict=True)):
         if last - first + 1 < row_list.rows_in(k) or (k and first <= row_list.last[k - 1]):
-            yield f"{where} chunk {k} covers rows {first} to {last} out of order"
+            yield f" chunk {k} covers rows {first} to {last} out of order"
     if schema.keys == "dense" and not part.rows[0] <= row_list.first[0] <= row_list.last[-1] < part.rows[1]:
-        yield f"{where} holds rows outside {part.rows}"
+        yield f" holds rows outside {part.rows}"
+
+
+def _misfits(group: Mapping[str, ArrayEntry], schema: TableSchema, operation: str, columns: int) -> Iterator[str]:
+    """Arrays that a row list needs, and its group lacks or has in another form."""
+    for name, (dtypes, width) in _expected_arrays(schema, operation, columns).items():
+        found = group.get(name)
+        if found is None:
+            yield f" lacks array {name!r}"
+        elif found.dtype not in dtypes or found.shape[1:] != (() if width is None else (width,)):
+            yield f": array {name!r} is {found.dtype} {found.shape}"
 
 
 def _array_problems(manifest: Manifest) -> Iterator[str]:
@@ -210,7 +231,7 @@ def _array_problems(manifest: Manifest) -> Iterator[str]:
         for operation in OPERATIONS:
             row_list: RowListEntry | None = getattr(part, operation)
             if row_list is not None:
-                own = row_list.arrays
+                own = row_list.group
                 weights = next((own[name].path for name in ("codes", "values", "rows") if name in own), "")
                 if operations.setdefault(weights, operation) != operation:
                     yield f"array {weights} holds {operation} and {operations[weights]} rows"
@@ -240,8 +261,8 @@ def _order_problems(manifest: Manifest) -> Iterator[str]:
     A reader finds that vector by its path, and gives it to a kernel without checks of bounds.
     """
     by_path = {array.path: array for array in manifest.arrays}
-    lists = [part.add.arrays for part in manifest.parts if part.add is not None]
-    codes = {arrays["codes"].path for arrays in lists if "codes" in arrays}
+    groups = {id(part.add.group): part.add.group for part in manifest.parts if part.add is not None}
+    codes = {arrays["codes"].path for arrays in groups.values() if "codes" in arrays}
     for array in (*manifest.arrays, *manifest.dense_arrays):
         if array.order is msgspec.UNSET:
             continue

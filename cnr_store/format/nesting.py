@@ -15,7 +15,7 @@ import numpy as np
 
 _BLOCK_BYTES = 1 << 20
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
-_NO_BRACKETS = bytes(sorted({*range(256)} - {*b"[]{}"}))
+_NO_MARKS = bytes(sorted({*range(256)} - {*b'[]{}"'}))
 _STEP = np.zeros(256, np.int32)
 _STEP[[*b"[{"]] = 1
 _STEP[[*b"]}"]] = -1
@@ -40,13 +40,24 @@ def nesting_of(data: bytes, enough: int) -> int:
         block, start = data[start:stop], stop
         if b"\\" in block:
             block = _ESCAPE.sub(b"", block)
-        pieces = block.split(b'"')
-        brackets = b"".join(pieces[is_text::2]).translate(None, _NO_BRACKETS)
-        is_text ^= len(pieces) % 2 == 0
-        if brackets:
-            depths = depth + np.cumsum(_STEP[np.frombuffer(brackets, np.uint8)])
-            depth, deepest = int(depths[-1]), max(deepest, int(depths.max()))
+        # Of texts without brackets nothing is left but two quotes, which stand beside each other.
+        marks = block.translate(None, _NO_MARKS)
+        brackets = marks if is_text else marks.replace(b'""', b"")
+        if is_text or b'"' in brackets:
+            pieces = marks.split(b'"')
+            brackets = b"".join(pieces[is_text::2])
+            is_text ^= len(pieces) % 2 == 0
+        depth, reached = _deepest(brackets, depth)
+        deepest = max(deepest, reached)
     return deepest
+
+
+def _deepest(brackets: bytes, depth: int) -> tuple[int, int]:
+    """Return the depth after these brackets and the greatest one, at least 0, from a depth before them."""
+    if not brackets:
+        return depth, 0
+    depths = depth + np.cumsum(_STEP[np.frombuffer(brackets, np.uint8)])
+    return int(depths[-1]), max(0, int(depths.max()))
 
 
 def nests_deeper(value: Any, limit: int) -> bool:

@@ -263,20 +263,38 @@ class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class RowListEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One row list of a part: its rows of each array of its group, which all have the same chunk size; never stored.
+    """One row list of a part: ``count`` rows from row ``start`` on of each array of its group; never stored.
 
-    ``first[k]``, ``last[k]`` are the first and last row id in chunk k (inclusive).
+    ``first[k]``, ``last[k]`` are the first and last row id in chunk k (inclusive). ``group`` are the arrays, whole, by
+    name, which all have the same chunk size.
     """
 
     count: Positive
     first: tuple[RowNumber, ...]
     last: tuple[RowNumber, ...]
-    arrays: dict[str, ArrayEntry]
+    group: dict[str, ArrayEntry]
+    start: int
+
+    @property
+    def arrays(self) -> dict[str, ArrayEntry]:
+        """Its rows of each array of its group; made anew by each call, because a manifest may have thousands."""
+        return {name: self.array(name) for name in self.group}
+
+    def array(self, name: str) -> ArrayEntry:
+        """Return its rows of one array of its group."""
+        return msgspec.structs.replace(self.group[name], start=self.start, count=self.count)
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks of each array have rows of it."""
+        rows = self.group["rows"].chunk_rows
+        return -(-(self.start % rows + self.count) // rows)
 
     def rows_in(self, chunk: int) -> int:
         """Return how many of its rows chunk ``chunk`` has."""
-        low, high = self.arrays["rows"].span(chunk)
-        return high - low
+        rows = self.group["rows"].chunk_rows
+        begin = chunk * rows - self.start % rows
+        return min(begin + rows, self.count) - max(begin, 0)
 
 
 class ObjectDigest(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -122,8 +122,8 @@ def _kinds_of_arrays(manifest: Manifest) -> dict[str, str]:
     kinds = {array.path: "dense" for array in manifest.dense_arrays}
     for part in manifest.parts:
         for row_list in (part.add, part.set, part.delete, part.escape):
-            arrays: dict[str, ArrayEntry] = {} if row_list is None else row_list.arrays
-            kinds |= {array.path: _kind_of(name) for name, array in arrays.items()}
+            group: dict[str, ArrayEntry] = {} if row_list is None else row_list.group
+            kinds |= {array.path: _kind_of(name) for name, array in group.items()}
     return kinds
 
 

@@ -157,12 +157,12 @@ class Replay:
         """
         reader, row_list = self._readers[step.segment], step.row_list
         stored = "values" if step.operation == "escape" and spec.name == "codes" else spec.name
-        if stored not in row_list.arrays:
+        if stored not in row_list.group:
             raise CorruptStore(
                 f"{step.operation} rows of table {step.part.table!r} in segment {reader.name} lack array {stored!r}",
                 table=step.part.table,
             )
-        chunk = reader.read_chunk(row_list.arrays[stored], step.chunk, self.scratch(stored))
+        chunk = reader.read_chunk(row_list.array(stored), step.chunk, self.scratch(stored))
         width = step.part.columns[1] - step.part.columns[0]
         low, high = (column - step.part.columns[0] for column in plan.columns)
         if spec.packed_bits:
@@ -171,8 +171,8 @@ class Replay:
             )
         schema = reader.manifest.tables[step.part.table]
         if isinstance(schema.encoding, Affine) and spec.name == "codes" and step.operation != "escape":
-            scale = reader.read_chunk(row_list.arrays["scale"], step.chunk, self.scratch("scale"))
-            zero = reader.read_chunk(row_list.arrays["zero_point"], step.chunk, self.scratch("zero_point"))
+            scale = reader.read_chunk(row_list.array("scale"), step.chunk, self.scratch("scale"))
+            zero = reader.read_chunk(row_list.array("zero_point"), step.chunk, self.scratch("zero_point"))
             out = self.scratch("affine").take((len(chunk), width), np.dtype(np.float32))
             affine.decode(chunk, scale, zero, bits=schema.encoding.bits, dim=width, out=out)
             chunk = out

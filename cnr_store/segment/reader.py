@@ -295,7 +295,7 @@ class SegmentReader:
 
         No object is read if the range shows that the rows are contiguous.
         """
-        entry = row_list.arrays["rows"]
+        entry = row_list.array("rows")
         first, last = row_list.first[index], row_list.last[index]
         if last - first + 1 == row_list.rows_in(index):
             return np.arange(first, last + 1, dtype=np.int64)

@@ -40,7 +40,9 @@ def schema_of(
 
 def row_list(chunks: int) -> RowListEntry:
     array = ArrayEntry(path="x", dtype="int64", shape=(chunks,), chunk_rows=1, codec="bytes", start=0, count=chunks)
-    return RowListEntry(count=chunks, first=tuple(range(chunks)), last=tuple(range(chunks)), arrays={"rows": array})
+    return RowListEntry(
+        count=chunks, first=tuple(range(chunks)), last=tuple(range(chunks)), group={"rows": array}, start=0
+    )
 
 
 def part_of(table: str, tile: Tile, digest: int | None = None, *, chunks: int = 0) -> PartEntry:
@@ -80,7 +82,7 @@ def full(part: PartEntry) -> PartEntry:
         start=0,
         count=stop - start,
     )
-    rows = RowListEntry(count=stop - start, first=(start,), last=(stop - 1,), arrays={"rows": array})
+    rows = RowListEntry(count=stop - start, first=(start,), last=(stop - 1,), group={"rows": array}, start=0)
     return msgspec.structs.replace(part, set=rows)
 
 

@@ -121,9 +121,9 @@ class Forgery:
             self._new[other + path.removeprefix(group)] = data
         moved = {
             name: msgspec.structs.replace(array, path=other + array.path.removeprefix(group), order=msgspec.UNSET)
-            for name, array in row_list.arrays.items()
+            for name, array in row_list.group.items()
         }
-        return msgspec.structs.replace(row_list, arrays=moved), list(moved.values())
+        return msgspec.structs.replace(row_list, group=moved), list(moved.values())
 
     def with_new_objects(self, manifest: Manifest) -> Manifest:
         """Put the new chunks, and return the manifest with their sizes and digests."""

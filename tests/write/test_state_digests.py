@@ -88,7 +88,7 @@ def test_a_key_in_two_lists_of_a_segment_is_refused(store: Store) -> None:
     reader = snapshot.readers[0]
     part = reader.manifest.parts[0]
     assert part.set is not None
-    twice = msgspec.structs.replace(part.set, arrays={"rows": part.set.arrays["rows"]})
+    twice = msgspec.structs.replace(part.set, group={"rows": part.set.group["rows"]})
     reader.manifest = msgspec.structs.replace(reader.manifest, parts=(msgspec.structs.replace(part, delete=twice),))
 
     with pytest.raises(CorruptStore, match="is in two row lists"):

@@ -86,7 +86,7 @@ def _stored(manifest: Manifest, table: str, sizes: dict[str, int]) -> _StoredRow
             row_list: RowListEntry | None = getattr(part, operation)
             if row_list is not None:
                 found.rows += row_list.count * width
-                values = sum(math.prod(array.shape[1:]) for name, array in row_list.arrays.items() if name != "rows")
+                values = sum(math.prod(array.shape[1:]) for name, array in row_list.group.items() if name != "rows")
                 found.width = max(found.width, round(values / width))
                 for name, array in row_list.arrays.items():
                     found.sizes[name] += round(sizes[array.path] * array.count / array.shape[0])

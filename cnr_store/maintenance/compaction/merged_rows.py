@@ -188,6 +188,6 @@ def _narrowest(spec: ArraySpec, plan: TablePlan) -> np.dtype[Any]:
     """Return the dtype of a merged array: codes are int16 unless a stored array is int32."""
     if spec.memory_dtype != np.int32:
         return spec.memory_dtype
-    steps = [step for batch in plan.batches for step in batch.steps if spec.name in step.row_list.arrays]
-    is_wide = any(step.row_list.arrays[spec.name].dtype == "int32" for step in steps)
+    steps = [step for batch in plan.batches for step in batch.steps if spec.name in step.row_list.group]
+    is_wide = any(step.row_list.group[spec.name].dtype == "int32" for step in steps)
     return np.dtype(np.int32 if is_wide else np.int16)

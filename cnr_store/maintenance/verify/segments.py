@@ -109,7 +109,7 @@ def check_objects(
 def _roles(manifest: Manifest) -> dict[str, _Role]:
     rows: dict[str, dict[int, list[tuple[RowListEntry, int]]]] = {}
     for row_list in (one for part in manifest.parts for one in _lists(part)):
-        entry = row_list.arrays["rows"]
+        entry = row_list.array("rows")
         for index in range(arrays.chunk_count(entry)):
             rows.setdefault(entry.path, {}).setdefault(entry.stored_chunk(index), []).append((row_list, index))
     roles: dict[str, _Role] = {}
@@ -137,7 +137,7 @@ def _check_object(reader: SegmentReader, entry: ObjectEntry, role: _Role) -> Non
         for number in role.chunks:
             chunk = reader.read_chunk(array, number, Scratch())
             for row_list, index in role.lists.get(number, ()):
-                own = row_list.arrays["rows"]
+                own = row_list.array("rows")
                 low, high = (own.start + row - number * array.chunk_rows for row in own.span(index))
                 _check_rows(key, chunk[low:high], row_list, index)
         return
@@ -248,7 +248,7 @@ def _repeated_rows(reader: SegmentReader, part: PartEntry) -> Iterator[tuple[str
                     continue  # The check of objects reports an unreadable chunk.
                 both = np.intersect1d(left, right)
                 if len(both):
-                    path = arrays.chunk_path(other.arrays["rows"], m)
+                    path = arrays.chunk_path(other.array("rows"), m)
                     yield path, f"row {both[0]} of table {part.table!r} is in both {first} and {second} of one part"
                     break
 

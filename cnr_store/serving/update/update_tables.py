@@ -297,9 +297,9 @@ class _Updater:
         plan = plan_table([reader.manifest for reader in readers], table, rows=rows)
         for batch in plan.batches:
             for step in batch.steps:
-                for array in step.row_list.arrays:
+                for array in step.row_list.group:
                     if not array.startswith("slots/"):
-                        self.bytes += readers[step.segment].chunk_bytes(step.row_list.arrays[array], step.chunk)
+                        self.bytes += readers[step.segment].chunk_bytes(step.row_list.array(array), step.chunk)
 
 
 class _TableBuild:
