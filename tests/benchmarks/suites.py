@@ -38,6 +38,7 @@ SUITES = (
     Suite("classes", "bench_classes.py", "scales by row class against finer scales"),
     Suite("growth", "bench_growth.py", "what grows with rows, versions, tables and writers"),
     Suite("plan", "bench_plan.py", "a large model on many GPUs, computed from measured rates"),
+    Suite("wire", "bench_wire.py", "fewer bytes between ranks: what they cost in quality and CPU time"),
     Suite("encode", "bench_delta.py", "encoding and committing a delta"),
     Suite("restore", "bench_restore.py", "restoring a baseline and its deltas"),
     Suite("load", "bench_load.py", "loading a compacted snapshot"),
