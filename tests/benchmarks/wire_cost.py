@@ -11,9 +11,8 @@ import harness
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-from torch.nn.parallel import DistributedDataParallel
 from wire_model import GENERATED, ClickModel, loss_of
-from wire_ranks import WORLD, Hook, on_ranks, progress
+from wire_ranks import WORLD, Hook, on_ranks, progress, without_tables
 
 from cnr_store.communication import OneBitAdam, OneBitLamb, PowerSGD, QuantizedGradients, ThresholdedGradients
 
@@ -52,11 +51,10 @@ def _step(model: ClickModel, wrapped: torch.nn.Module, optimizer: torch.optim.Op
 def _with_sgd(batch: int, make: Callable[[], Hook | None] | None) -> Step:
     """A step of SGD with a hook, or without any message."""
     model = ClickModel(GENERATED, BOTTOM, TOP)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["tables"])
     optimizer = torch.optim.SGD(model.dense_parameters(), lr=0.01)
     if make is None:
         return _step(model, model, optimizer, batch)
-    wrapped = DistributedDataParallel(model)
+    wrapped = without_tables(model)
     if (hook := make()) is not None:
         hook.register(wrapped)
     return _step(model, wrapped, optimizer, batch)

@@ -19,7 +19,7 @@ from wire_ranks import WORLD, on_ranks, steps_of_sgd
 from wire_thresholds import BOTTOM, TOP
 
 from cnr_store import TableOptions, segment_sizes
-from cnr_store.communication import ThresholdedGradients
+from cnr_store.communication import Meter, ThresholdedGradients
 from cnr_store.training import CheckpointManager, PrecisionPolicy, StoreOptions
 
 KEEP, BEFORE = 0.005, 200
@@ -41,12 +41,11 @@ def record(folder: str, optimizer: str, before: int) -> list[int]:
     torch.manual_seed(0)
     model = ClickModel(GENERATED, BOTTOM, TOP)
     hook = ThresholdedGradients(keep=KEEP)
-    assert dist.group.WORLD is not None
     parameters = dict(model.named_parameters())
     del parameters["tables"]
     adam = torch.optim.Adam(parameters.values(), lr=1e-3) if optimizer == "Adam" else None
     sent, counts = 0, []
-    for step, _ in steps_of_sgd(GENERATED, model, hook, dist.group.WORLD, 0, before + max(INTERVALS), adam):
+    for step, _ in steps_of_sgd(GENERATED, model, hook, Meter(), 0, before + max(INTERVALS), adam):
         done = step + 1 - before
         if done > 0:
             sent += sum(int(one.grad.count_nonzero()) for one in parameters.values() if one.grad is not None)

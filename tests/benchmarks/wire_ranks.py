@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from wire_model import BATCH, ClickModel, Clicks, loss_of
 
+from cnr_store.communication import Meter
+
 WORLD = 4
 LEARNING_RATES = {"generated": (0.5, 0.1), "ml-100k": (0.1, 0.05)}
 """Of SGD for the dense part and of Adagrad for the tables; the same for all that is compared."""
@@ -59,24 +61,23 @@ def steps_of_sgd(
     clicks: Clicks,
     model: ClickModel,
     hook: Hook | None,
-    group: dist.ProcessGroup,
+    meter: Meter,
     seed: int,
     steps: int,
     instead: torch.optim.Optimizer | None = None,
 ) -> Iterator[tuple[int, float]]:
-    """Train a model on all ranks, and yield each step and its loss. Tables are averaged whole, outside of the group.
+    """Train a model on all ranks, and yield each step and its loss. Tables are averaged whole, and not counted.
 
     Parameters
     ----------
     hook
         Of the dense part; None is DDP's own all-reduce.
-    group
-        That of the dense part.
+    meter
+        Counts the bytes of the dense part, from the first step on.
     instead
         Another optimizer of the dense part than SGD.
     """
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["tables"])
-    wrapped = DistributedDataParallel(model, process_group=group)
+    wrapped = without_tables(model, meter.group())
     if hook is not None:
         hook.register(wrapped)
     of_dense, of_tables = LEARNING_RATES[clicks.name]
@@ -84,6 +85,7 @@ def steps_of_sgd(
         instead or torch.optim.SGD(model.dense_parameters(), lr=of_dense),
         torch.optim.Adagrad([model.tables], lr=of_tables),
     ]
+    meter.reset()
     for step in range(steps):
         model.zero_grad()
         loss = loss_of(wrapped, clicks.batch(seed, step * WORLD + dist.get_rank(), BATCH))
@@ -93,6 +95,13 @@ def steps_of_sgd(
         for optimizer in optimizers:
             optimizer.step()
         yield step, loss.item()
+
+
+def without_tables(model: ClickModel, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
+    """Return a model of which DDP averages the dense part only."""
+    # DDP looks a parameter of the outermost module up with a dot before its name, and once without.
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["tables", ".tables"])
+    return DistributedDataParallel(model, process_group=group, broadcast_buffers=False)
 
 
 def progress(*found: object) -> None:

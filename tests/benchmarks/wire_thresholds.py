@@ -54,9 +54,7 @@ def train(clicks: Clicks, variant: Variant, seed: int, steps: int) -> list[float
         keep=variant.keep or 0.5, values=variant.values, error_feedback=variant.feedback, refresh_every=1000,
         warmup=0 if variant.keep else steps,
     )  # fmt: skip
-    group = meter.group()
-    meter.reset()
-    for step, _ in steps_of_sgd(clicks, model, hook, group, seed, steps):
+    for step, _ in steps_of_sgd(clicks, model, hook, meter, seed, steps):
         if variant.dropped_every and (step + 1) % variant.dropped_every == 0:
             hook.load_rank_state(RankState({}, hook.rank_state().scalars))
     found = [*quality(model, clicks), meter.total.pushed_bytes]
