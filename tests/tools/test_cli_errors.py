@@ -13,7 +13,7 @@ import pytest
 
 from cnr_store import BadInput, Store, errors
 from cnr_store_tools import exits
-from cnr_store_tools.exits import ExitCode, exit_code, guarded
+from cnr_store_tools.exits import ExitCode, exit_code, full_message, guarded
 from cnr_store_tools.options import parse_storage_options
 from tests.tools.cli_runner import Outcome, cnr
 from tests.tools.sample_store import build_store, flip
@@ -167,6 +167,16 @@ def test_a_failure_names_its_cause_in_the_shell(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == "error: reading 'x' failed: ConnectionRefusedError: nobody listens\n"
     assert guarded(fails, as_json=True, debug=False) == 7
     assert '"cause": "ConnectionRefusedError: nobody listens"' in capsys.readouterr().out
+
+
+def test_a_cause_is_named_once() -> None:
+    cause = ConnectionRefusedError("nobody listens")
+    storage = errors.StorageFailure("a read failed (ConnectionRefusedError)")
+    missing = errors.MissingDependency("install x")
+    storage.__cause__, missing.__cause__ = cause, ModuleNotFoundError("No module named 'x'")
+
+    assert full_message(storage) == "a read failed (ConnectionRefusedError): nobody listens"
+    assert full_message(missing) == "install x"
 
 
 def test_a_missing_package_is_named_with_what_installs_it(root: Path) -> None:

@@ -147,9 +147,14 @@ def need(module: str) -> None:
 
 
 def full_message(error: CnrStoreError) -> str:
-    """Return the message with that of the cause, if there is one that the message does not contain."""
-    cause = None if error.__cause__ is None else cause_text(error.__cause__)
-    return error.message if cause is None or cause in error.message else f"{error.message}: {cause}"
+    """Return the message with what it lacks of the cause: its class, and its text unless a package is missing."""
+    if error.__cause__ is None or isinstance(error, MissingDependency):
+        return error.message
+    cause = cause_text(error.__cause__)
+    name = type(error.__cause__).__name__
+    if f"({name})" in error.message:  # as the storage writes it
+        cause = cause.removeprefix(name).removeprefix(": ")
+    return error.message if cause in error.message else f"{error.message}: {cause}"
 
 
 def cause_text(cause: BaseException) -> str:

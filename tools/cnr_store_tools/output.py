@@ -44,6 +44,9 @@ class PrintedTable:
 Part = str | PrintedTable
 """A part of a result: a line or a table."""
 
+MIN_SHARED = 16
+"""Letters that all names of a table must begin with, before a narrow terminal prints them once."""
+
 _PIPE_WIDTH = 160
 """Number of columns if the output is not a terminal and COLUMNS is not set."""
 
@@ -132,13 +135,14 @@ def _fitted(rows: PrintedTable, console: Console) -> Table:
 
 
 def _common_beginning(names: Sequence[str]) -> str:
-    """Return what all of several names begin with, up to a dot or slash.
+    """Return what all of several names begin with, up to a dot or slash; nothing if that is too short to matter.
 
-    >>> _common_beginning(["model.user", "model.use"]), _common_beginning(["model.user"])
-    ('model.', '')
+    >>> _common_beginning(["model.embeddings.user", "model.embeddings.use"]), _common_beginning(["model.user"])
+    ('model.embeddings.', '')
     """
     shared = os.path.commonprefix(names) if len(names) > 1 else ""  # noqa: RUF071 - by letters is what is wanted
-    return shared[: max(shared.rfind("."), shared.rfind("/")) + 1]
+    length = max(shared.rfind("."), shared.rfind("/")) + 1
+    return shared[:length] if length >= MIN_SHARED else ""
 
 
 def _drawn(rows: PrintedTable, columns: Sequence[str], caption: Sequence[str]) -> Table:

@@ -19,6 +19,9 @@ from cnr_store import (
 from cnr_store_tools.output import Document, Part, table
 from cnr_store_tools.text import count_text, duration_text, ranges_text, size_text, time_text
 
+SHORT_NAME = 8
+"""Characters at the end of a segment's name, by which a narrow table names it."""
+
 
 def encoding_text(encoding: Document, shift: int = 0) -> str:
     """Return an encoding in a few words; for a lattice its scale after ``shift`` halvings."""
@@ -37,8 +40,8 @@ def verify_parts(report: VerifyReport) -> Iterator[Part]:
     versions = ranges_text(report.versions) or "none"
     depth = ", states replayed" if report.is_deep else ""
     yield (
-        f"{report.url}: read {report.records} commit records, {report.segments} segments, {report.objects} objects, "
-        f"{size_text(report.size_bytes)}; versions {versions}{depth}"
+        f"{report.url}: read {count_text(report.records, 'commit record')}, {count_text(report.segments, 'segment')}, "
+        f"{count_text(report.objects, 'object')}, {size_text(report.size_bytes)}; versions {versions}{depth}"
     )
     if report.unreferenced:
         yield f"segments that no version needs: {report.unreferenced} (`cnr gc --dry-run` explains them)"
@@ -51,7 +54,7 @@ def verify_parts(report: VerifyReport) -> Iterator[Part]:
     if report.is_sound:
         yield "no problems found"
         return
-    yield _problems(count_text(len(report.problems), "problem"), report.problems)
+    yield from _problems(count_text(len(report.problems), "problem"), report.problems)
     logs: tuple[VerifyReport | LogReport, ...] = (report, *(other for other in report.others if other.is_read))
     for log in logs:
         name = "" if log is report else f" of {_log_text(log.branch)}"
@@ -76,7 +79,7 @@ def repair_parts(report: RepairReport) -> Iterator[Part]:
     for state in report.lost:
         yield f"lost: version {state.version} (step {state.step}) is newer, but damaged"
     if report.remaining:
-        yield _problems("problems that remain", report.remaining)
+        yield from _problems("problems that remain", report.remaining)
     if report.is_dry_run and report.actions:
         yield "this was a dry run: nothing was changed"
 
@@ -85,8 +88,15 @@ def _log_text(branch: str | None) -> str:
     return "the store's own log" if branch is None else f"branch {branch!r}"
 
 
-def _problems(title: str, problems: Sequence[Problem]) -> Part:
-    return table(title, problems, ("kind", "path", "versions", "branch", "message"))
+def _problems(title: str, problems: Sequence[Problem]) -> Iterator[Part]:
+    """Yield a line for each problem: a table would break the path and the digests into pieces."""
+    yield f"{title}:"
+    for problem in problems:
+        where = [problem.kind]
+        where += [f"branch {problem.branch}"] if problem.branch else []
+        where += [f"versions {ranges_text(problem.versions)}"] if problem.versions else []
+        where += [problem.path] if problem.path and problem.path not in problem.message else []
+        yield f"- {', '.join(where)}: {problem.message}"
 
 
 def export_parts(report: ExportReport) -> Iterator[Part]:
@@ -140,8 +150,15 @@ def gc_parts(report: GcReport) -> Iterator[Part]:
     yield table(f"{report.url}: live versions", runs, ("branch", "versions", "what", "reason"))
     going = [segment for segment in report.segments if segment.state != "stays"]
     if going:
-        columns = ("name", "state", "size_bytes", "delete_after_ms", "reason")
-        yield table("segments to delete", going, columns)
+        rows = [
+            {
+                "segment": segment.name[-SHORT_NAME:], "state": segment.state, "size_bytes": segment.size_bytes,
+                "delete_after_ms": segment.delete_after_ms, "reason": segment.reason, "name": segment.name,
+            }
+            for segment in going
+        ]  # fmt: skip
+        columns = ("segment", "state", "size_bytes", "delete_after_ms", "reason", "name")
+        yield table("segments to delete", rows, columns, ("name",))
     if report.side_objects:
         keys = [{"key": key} for key in report.side_objects]
         yield table("side objects that no record needs", keys, ("key",))

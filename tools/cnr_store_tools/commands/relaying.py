@@ -21,7 +21,7 @@ from cnr_store_tools.options import (
     place_options,
 )
 from cnr_store_tools.output import emit, json_line, to_document
-from cnr_store_tools.text import one_line, size_text
+from cnr_store_tools.text import count_text, one_line, size_text
 
 if TYPE_CHECKING:  # pyarrow is slow to import, and no other command needs it
     from cnr_store.relay import RelayReport
@@ -96,15 +96,15 @@ def _sentence(report: RelayReport) -> str:
     if report.version is None:
         return "nothing was saved yet"
     parts = [
-        f"version {report.version}", f"{report.versions} versions", f"{report.segments} segments",
-        f"{report.objects} objects", size_text(report.bytes),
+        f"version {report.version}", count_text(report.versions, "version"), count_text(report.segments, "segment"),
+        count_text(report.objects, "object"), size_text(report.bytes),
     ]  # fmt: skip
     if report.skipped:
         parts.append(f"{report.skipped} positions without data")
     if report.reused_objects:
-        parts.append(f"{report.reused_objects} objects already there")
+        parts.append(f"{count_text(report.reused_objects, 'object')} already there")
     if report.trimmed_segments:
-        parts.append(f"deleted {report.trimmed_segments} segments, {size_text(report.trimmed_bytes)}")
+        parts.append(f"deleted {count_text(report.trimmed_segments, 'segment')}, {size_text(report.trimmed_bytes)}")
     if report.delay_s is not None:
         parts.append(f"{report.delay_s:.1f} s after its commit")
     return ", ".join(parts)

@@ -12,6 +12,7 @@ from cnr_store_tools.options import Branch, Json, StorageOptions, Url, open_stor
 from cnr_store_tools.output import emit_message
 from cnr_store_tools.report.facts import read_facts
 from cnr_store_tools.report.page import report_html
+from cnr_store_tools.text import count_text
 
 
 def report(
@@ -36,4 +37,5 @@ def report(
         "url": facts.status.url, "path": str(output), "versions": len(facts.versions), "tables": len(facts.tables),
         "problems": None if facts.verified is None else len(facts.verified.problems),
     }  # fmt: skip
-    emit_message(f"wrote {output}: {len(facts.versions)} versions, {len(facts.tables)} tables", document, as_json=json)
+    shown = f"{count_text(len(facts.versions), 'version')}, {count_text(len(facts.tables), 'table')}"
+    emit_message(f"wrote {output}: {shown}", document, as_json=json)

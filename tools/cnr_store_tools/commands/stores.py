@@ -24,7 +24,7 @@ from cnr_store_tools.options import (
     place_options,
 )
 from cnr_store_tools.output import Document, Part, emit, emit_message, table, to_document
-from cnr_store_tools.render import encoding_text, place_text, rate_lines
+from cnr_store_tools.render import SHORT_NAME, encoding_text, place_text, rate_lines
 from cnr_store_tools.text import size_text, time_text
 
 KINDS = ("rows", "codes", "scales", "slots", "dense", "documents", "metadata", "total")
@@ -218,7 +218,7 @@ def _version_parts(document: Document) -> Iterator[Part]:
         **document, "segment": "", "kind": "all", "step": None, "rows": sum(item["rows"] for item in document["chain"])
     }  # fmt: skip
     rows = [
-        item | {"segment": item["segment"][-8:], "changed": item["rows"]}
+        item | {"segment": item["segment"][-SHORT_NAME:], "changed": item["rows"]}
         | {f"{kind}_bytes": item["sizes"][kind] or None for kind in KINDS}
         for item in (*document["chain"], total)
     ]  # fmt: skip
