@@ -7,7 +7,6 @@ are not divided), so users are placed one by one, the largest first, and then mo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -54,94 +53,74 @@ def assign_users(samples: npt.ArrayLike, costs: npt.ArrayLike, bounds: npt.Array
     >>> assign_users([[9, 0], [9, 0], [0, 9], [0, 9]], np.ones((4, 2)), [2, 2])
     [1, 0, 0, 1]
     """
-    problem = _checked(np.asarray(samples, float), np.asarray(costs, float), np.asarray(bounds, float))
-    return _Assignment(problem).run()
-
-
-@dataclass(frozen=True, slots=True)
-class _UsersAndEdges:
-    samples: Floats
-    costs: Floats
-    bounds: Floats
-
-
-def _checked(samples: Floats, costs: Floats, bounds: Floats) -> _UsersAndEdges:
-    if samples.ndim != 2 or costs.shape != (len(samples), *bounds.shape) or bounds.ndim != 1:
-        raise BadInput(
-            f"samples are (users, classes), costs (users, edges), bounds (edges,); found {samples.shape}, "
-            f"{costs.shape}, {bounds.shape}"
-        )
-    if not ((samples >= 0).all() and np.isfinite(samples).all() and (costs >= 0).all() and (bounds >= 0).all()):
-        raise BadInput("samples, costs and bounds are 0 or more, and samples are finite")
-    return _UsersAndEdges(samples, costs, bounds)
+    found = _Assignment(np.asarray(samples, float), np.asarray(costs, float), np.asarray(bounds, float))
+    found.place()
+    while any(found.improves(change) for change in found.changes()):
+        pass
+    return found.edge_of
 
 
 class _Assignment:
-    def __init__(self, problem: _UsersAndEdges) -> None:
-        self._of = problem
-        users, edges = problem.costs.shape
-        self._edge = [-1] * users
-        self._held = np.zeros((edges, problem.samples.shape[1]))
-        self._used = np.zeros(edges)
+    def __init__(self, samples: Floats, costs: Floats, bounds: Floats) -> None:
+        if samples.ndim != 2 or costs.shape != (len(samples), *bounds.shape) or bounds.ndim != 1:
+            raise BadInput(
+                f"samples are (users, classes), costs (users, edges), bounds (edges,); found {samples.shape}, "
+                f"{costs.shape}, {bounds.shape}"
+            )
+        if not ((samples >= 0).all() and np.isfinite(samples).all() and (costs >= 0).all() and (bounds >= 0).all()):
+            raise BadInput("samples, costs and bounds are 0 or more, and samples are finite")
+        self._samples, self._costs = samples, costs
+        self._bounds = np.minimum(bounds, np.finfo(float).max)  # an infinite cost exceeds it
+        self.edge_of = [-1] * len(samples)
+        self._held = np.zeros((len(bounds), samples.shape[1]))
+        self._used = np.zeros(len(bounds))
 
-    def run(self) -> list[int]:
-        samples, costs = self._of.samples, self._of.costs
+    def place(self) -> None:
+        """Give each user the edge that it unbalances least, as far as the bounds allow."""
         # Users with few edges first, then the largest: those placed last have the choice that is left.
-        order = sorted(range(len(samples)), key=lambda user: (np.isfinite(costs[user]).sum(), -samples[user].sum()))
-        for user in order:
-            choices = [edge for edge in range(len(self._used)) if self._fits(user, edge)]
+        choices_of = np.isfinite(self._costs).sum(axis=1)
+        for user in sorted(range(len(self.edge_of)), key=lambda user: (choices_of[user], -self._samples[user].sum())):
+            choices = np.flatnonzero(self._used + self._costs[user] <= self._bounds).tolist()
             if not choices:
                 raise BadInput(
                     f"no edge has bandwidth left for user {user}; raise the bounds, or let it reach more edges",
                     found=user,
                 )
-            self._put(user, min(choices, key=lambda edge: (self._with(user, edge), self._held[edge].sum())))
-        while any(self._try(change) for change in self._changes()):
-            pass
-        return self._edge
+            self._put(user, min(choices, key=lambda edge: (self._unbalance(user, edge), self._held[edge].sum())))
 
-    def _fits(self, user: int, edge: int, freed: float = 0.0) -> bool:
-        return bool(self._used[edge] - freed + self._of.costs[user, edge] <= self._of.bounds[edge])
-
-    def _with(self, user: int, edge: int) -> float:
+    def _unbalance(self, user: int, edge: int) -> float:
         """How much more imbalance an edge has with a user."""
         before = self._held[edge : edge + 1]
-        return imbalance(before + self._of.samples[user]) - imbalance(before)
+        return imbalance(before + self._samples[user]) - imbalance(before)
 
-    def _put(self, user: int, edge: int, sign: int = 1) -> None:
-        self._held[edge] += sign * self._of.samples[user]
-        self._used[edge] += sign * self._of.costs[user, edge]
-        self._edge[user] = edge if sign > 0 else -1
+    def changes(self) -> Iterator[list[tuple[int, int]]]:
+        """Moves of one user, and swaps of two: (user, new edge)."""
+        for user, own in enumerate(self.edge_of):
+            yield from ([(user, edge)] for edge in range(len(self._bounds)) if edge != own)
+            for other in range(user + 1, len(self.edge_of)):
+                if self.edge_of[other] != own:
+                    yield [(user, self.edge_of[other]), (other, own)]
 
-    def _changes(self) -> Iterator[list[tuple[int, int]]]:
-        """Moves of one user, and swaps of two, that the bounds allow: (user, new edge)."""
-        costs = self._of.costs
-        for user, own in enumerate(self._edge):
-            for edge in range(len(self._used)):
-                if edge != own and self._fits(user, edge):
-                    yield [(user, edge)]
-            for other in range(user + 1, len(self._edge)):
-                edge = self._edge[other]
-                if (
-                    edge != own
-                    and self._fits(user, edge, costs[other, edge])
-                    and self._fits(other, own, costs[user, own])
-                ):
-                    yield [(user, edge), (other, own)]
-
-    def _try(self, change: list[tuple[int, int]]) -> bool:
-        """Make a change if the imbalance becomes less; whether it did."""
-        back = [(user, self._edge[user]) for user, _ in change]
+    def improves(self, change: list[tuple[int, int]]) -> bool:
+        """Make a change if the bounds allow it and the imbalance becomes less; whether it did."""
+        back = [(user, self.edge_of[user]) for user, _ in change]
         edges = sorted({edge for _, edge in change + back})
-        before = imbalance(self._held[edges])
+        held, used = self._held[edges], self._used[edges]
         self._move(change)
-        if imbalance(self._held[edges]) < before - _GAIN:
+        if (self._used[edges] <= self._bounds[edges]).all() and imbalance(self._held[edges]) < imbalance(held) - _GAIN:
             return True
-        self._move(back)
+        for user, edge in back:
+            self.edge_of[user] = edge
+        self._held[edges], self._used[edges] = held, used
         return False
 
     def _move(self, change: list[tuple[int, int]]) -> None:
         for user, _ in change:
-            self._put(user, self._edge[user], -1)
+            self._put(user, self.edge_of[user], -1)
         for user, edge in change:
             self._put(user, edge)
+
+    def _put(self, user: int, edge: int, sign: int = 1) -> None:
+        self._held[edge] += sign * self._samples[user]
+        self._used[edge] += sign * self._costs[user, edge]
+        self.edge_of[user] = edge

@@ -123,94 +123,65 @@ def _bytes(tensors: torch.Tensor | Iterable[Any]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """The arguments of a collective as its backend gets them."""
+class _Share:
+    """What a rank has in one collective: ``size`` bytes of its tensor, of ``world`` ranks; whether it is the root."""
 
-    rank: int
+    size: int
     world: int
-    given: tuple[Any, ...]
+    is_root: bool
 
     @property
-    def is_root(self) -> bool:
-        options = self.given[-1]
-        return self.rank == (options if isinstance(options, int) else options.rootRank)
-
-    def reduced(self) -> tuple[int, int]:
-        size = _bytes(self.given[0])
-        return size, 2 * size * (self.world - 1) // self.world
-
-    def gathered(self) -> tuple[int, int]:
-        size = _bytes(self.given[1])
-        return size, size * (self.world - 1)
-
-    def gathered_at_root(self) -> tuple[int, int]:
-        size = _bytes(self.given[1])
-        return (0, size * (self.world - 1)) if self.is_root else (size, 0)
-
-    def scattered_sums(self) -> tuple[int, int]:
-        size = _bytes(self.given[1])
-        return size, size * (self.world - 1) // self.world
-
-    def scattered(self) -> tuple[int, int]:
-        size = _bytes(self.given[0])
-        return (size * (self.world - 1), 0) if self.is_root else (0, size)
-
-    def reduced_at_root(self) -> tuple[int, int]:
-        size = _bytes(self.given[0])
-        return (0, size) if self.is_root else (size, 0)
-
-    def copied(self) -> tuple[int, int]:
-        size = _bytes(self.given[0])
-        return (size, 0) if self.is_root else (0, size)
-
-    def exchanged(self) -> tuple[int, int]:
-        received, pushed = self.given[:2]
-        splits = self.given[2:4] if len(self.given) >= 4 else ([], [])
-        return (
-            _bytes(pushed) - self._own_chunk(pushed, splits[1]),
-            _bytes(received) - self._own_chunk(received, splits[0]),
-        )
-
-    def _own_chunk(self, tensors: Any, splits: Any) -> int:
-        if not isinstance(tensors, torch.Tensor):
-            return _bytes(tensors[self.rank])
-        if not splits:
-            return _bytes(tensors) // self.world
-        start = sum(splits[: self.rank])
-        return _bytes(tensors[start : start + splits[self.rank]])
-
-    def sent(self) -> tuple[int, int]:
-        return _bytes(self.given[0]), 0
-
-    def received(self) -> tuple[int, int]:
-        return 0, _bytes(self.given[0])
-
-    def nothing(self) -> tuple[int, int]:
-        return 0, 0
+    def to_others(self) -> int:
+        return self.size * (self.world - 1)
 
 
-_COUNTED: dict[str, tuple[str, Callable[[_Call], tuple[int, int]]]] = {
-    name: (collective, count)
-    for collective, count, names in [
-        ("all_reduce", _Call.reduced, "allreduce allreduce_coalesced"),
-        ("all_gather", _Call.gathered,
+Count = Callable[[_Share], tuple[int, int]]
+_COUNTED: dict[str, tuple[str, int, Count]] = {
+    name: (collective, argument, count)
+    for collective, argument, count, names in [
+        ("all_reduce", 0, lambda own: (own.size, 2 * own.to_others // own.world), "allreduce allreduce_coalesced"),
+        ("all_gather", 1, lambda own: (own.size, own.to_others),
          ("allgather allgather_coalesced all_gather_single all_gather_single_coalesced _allgather_base "
-         "allgather_into_tensor_coalesced")),
-        ("reduce_scatter", _Call.scattered_sums,
+          "allgather_into_tensor_coalesced")),
+        ("reduce_scatter", 1, lambda own: (own.size, own.to_others // own.world),
          ("reduce_scatter reduce_scatter_single reduce_scatter_single_coalesced _reduce_scatter_base "
-         "reduce_scatter_tensor_coalesced")),
-        ("all_to_all", _Call.exchanged, "alltoall alltoall_base all_to_all_single"),
-        ("broadcast", _Call.copied, "broadcast"),
-        ("reduce", _Call.reduced_at_root, "reduce"),
-        ("gather", _Call.gathered_at_root, "gather"),
-        ("scatter", _Call.scattered, "scatter"),
-        ("send", _Call.sent, "send"),
-        ("recv", _Call.received, "recv recv_anysource"),
-        ("barrier", _Call.nothing, "barrier"),
+          "reduce_scatter_tensor_coalesced")),
+        ("broadcast", 0, lambda own: (own.size, 0) if own.is_root else (0, own.size), "broadcast"),
+        ("reduce", 0, lambda own: (0, own.size) if own.is_root else (own.size, 0), "reduce"),
+        ("gather", 1, lambda own: (0, own.to_others) if own.is_root else (own.size, 0), "gather"),
+        ("scatter", 0, lambda own: (own.to_others, 0) if own.is_root else (0, own.size), "scatter"),
+        ("send", 0, lambda own: (own.size, 0), "send"),
+        ("recv", 0, lambda own: (0, own.size), "recv recv_anysource"),
     ]
     for name in names.split()
 }  # fmt: skip
-"""By method of a process group: the collective, and how its bytes are counted."""
+"""By method of a process group: the collective, the argument whose bytes count, what is pushed and received."""
+_EXCHANGES = ("alltoall", "alltoall_base", "all_to_all_single")
+
+
+def _counts(method: str, rank: int, world: int, given: tuple[Any, ...]) -> tuple[str, int, int]:
+    """Return of a call the collective, and the bytes that this rank pushed and received."""
+    if method == "barrier":
+        return "barrier", 0, 0
+    if method in _EXCHANGES:
+        received, pushed = given[:2]
+        to, source = (given[3], given[2]) if len(given) >= 4 else ([], [])
+        return "all_to_all", _foreign_bytes(pushed, to, rank, world), _foreign_bytes(received, source, rank, world)
+    collective, argument, count = _COUNTED[method]
+    options = given[-1]
+    root = options if isinstance(options, int) else getattr(options, "rootRank", None)
+    return collective, *count(_Share(_bytes(given[argument]), world, root == rank))
+
+
+def _foreign_bytes(tensors: Any, splits: Any, rank: int, world: int) -> int:
+    """Bytes of the tensors of an all-to-all but for a rank's own chunk."""
+    if not isinstance(tensors, torch.Tensor):
+        own = tensors[rank]
+    elif splits:
+        own = tensors[sum(splits[:rank]) :][: splits[rank]]
+    else:
+        own = tensors.chunk(world)[rank] if len(tensors) else tensors
+    return _bytes(tensors) - _bytes(own)
 
 
 class _MeteredGroup(dist.ProcessGroup):
@@ -229,14 +200,12 @@ class _MeteredGroup(dist.ProcessGroup):
 
 
 def _counted(method: str) -> Callable[..., Any]:
-    collective, count = _COUNTED[method]
-
     def call(self: _MeteredGroup, *given: Any, **named: Any) -> Any:
-        self.meter._count(collective, *count(_Call(self.rank(), self.size(), (*given, *named.values()))))
+        self.meter._count(*_counts(method, self.rank(), self.size(), (*given, *named.values())))
         return getattr(self.inner, method)(*given, **named)
 
     return call
 
 
-for _method in _COUNTED:
+for _method in (*_COUNTED, *_EXCHANGES, "barrier"):
     setattr(_MeteredGroup, _method, _counted(_method))

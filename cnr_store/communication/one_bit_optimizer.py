@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from cnr_store.communication.buckets import Result, register
+from cnr_store.communication.hooks import Result, register
 from cnr_store.communication.one_bit import OneBitMean, rank_and_world
 from cnr_store.communication.state import RankState, StateTensor
 from cnr_store.errors import BadInput
@@ -105,9 +105,13 @@ class OneBitOptimizer(torch.optim.Optimizer):
         return found | {"one_bit": {name: one.value for name, one in self.rank_state().tensors.items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned on the same rank of as many; a difference is an error of the next step."""
+        """Load what `state_dict` returned on the same rank of as many; a difference is an error of the next step.
+
+        A state without errors, as a manager loads it, leaves those of `load_rank_state`.
+        """
         super().load_state_dict(state_dict)
-        self._put_errors(state_dict.get("one_bit", {}))
+        if "one_bit" in state_dict:
+            self._put_errors(state_dict.get("one_bit", {}))
 
     def rank_state(self) -> RankState:
         """Return this rank's errors, for ``CheckpointManager(communication=[...])``; the rest is on all ranks alike."""

@@ -14,12 +14,11 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from cnr_store.communication.buckets import Result, mean_of_sparse, register
+from cnr_store.communication.hooks import GradientHook, Result
 from cnr_store.communication.state import RankState, StateTensor
-from cnr_store.errors import BadInput
 
 
-class PowerSGD:
+class PowerSGD(GradientHook):
     """Torch's PowerSGD hook with a state that a manager saves and restores, on the same or another number of ranks.
 
     Gradients of ``sparse=True`` embeddings pass as the rows that they are; torch's hook refuses them.
@@ -37,34 +36,35 @@ class PowerSGD:
     """
 
     def __init__(self, state: torch_hook.PowerSGDState, *, name: str = "powersgd") -> None:
-        self.name, self.state = name, state
-        self._names: dict[torch.Tensor, str] = {}
+        super().__init__(name)
+        self.state = state
         self._layouts: dict[int, list[torch.Tensor]] = {}
         self._errors: dict[str, torch.Tensor] = {}
         self._factors: dict[str, torch.Tensor] = {}
-        self._model: DistributedDataParallel | None = None
 
     def register(self, model: DistributedDataParallel) -> None:
-        """Reduce the gradients of a model from now on; once for each hook, before the first backward pass."""
-        if self._model is not None:
-            raise BadInput("this hook reduces the gradients of another model; make another one")
-        if self.state.process_group is None:
-            self.state.process_group = model.process_group
-        self._names, self._model = register(model, self._reduce), model
+        """See `ThresholdedGradients.register`."""
+        super().register(model)
+        self.state.process_group = self.state.process_group or model.process_group
 
     def _reduce(self, bucket: GradBucket) -> Result:
-        parameters, number = bucket.parameters(), bucket.index()
         if bucket.buffer().is_sparse:
-            assert self.state.process_group is not None
             self.state.maybe_increase_iter(bucket)  # where it is the last one
-            return mean_of_sparse(bucket.buffer(), self.state.process_group)
+        return super()._reduce(bucket)
+
+    def _reduce_dense(self, bucket: GradBucket, _step: int, /) -> Result:
+        parameters, number = bucket.parameters(), bucket.index()
         if [id(one) for one in self._layouts.get(number, ())] != [id(one) for one in parameters]:
             self._take_apart()
             self._layouts.clear()
         if number not in self._layouts:
             self._layouts[number] = list(parameters)
             self._put_together(number)
+        is_compressed = self.state.iter >= self.state.start_powerSGD_iter
+        before = self.state.total_numel_after_compression
         found: Result = torch_hook.powerSGD_hook(self.state, bucket)
+        sent = self.state.total_numel_after_compression - before if is_compressed else bucket.buffer().numel()
+        self._sent_bytes += sent * bucket.buffer().itemsize
         # Torch reduces the factors in callbacks, on other threads. With several buckets, ranks of gloo would reduce
         # them in different orders, and wait for each other for ever.
         found.wait()
@@ -124,7 +124,7 @@ class PowerSGD:
         tensors |= {f"{name}/factor": StateTensor(value, "same") for name, value in factors.items()}
         _, words, position, *_ = self.state.rng.get_state()
         tensors["generator"] = StateTensor(torch.from_numpy(np.asarray(words).astype(np.int64)), "same")
-        return RankState(tensors, {"steps": self.state.iter, "position": int(position)})
+        return RankState(tensors, {**self._counts(), "iteration": self.state.iter, "position": int(position)})
 
     def load_rank_state(self, state: RankState) -> None:
         """See `CommunicationState`. The hook goes on with the model that it is registered with."""
@@ -139,4 +139,5 @@ class PowerSGD:
                 self.state.rng.set_state(("MT19937", words, int(state.scalars["position"]), 0, 0.0))
             else:
                 (self._errors if what == "error" else self._factors)[name] = tensor.value.clone()
-        self.state.iter = int(state.scalars["steps"])
+        self._load_counts(state.scalars)
+        self.state.iter = int(state.scalars["iteration"])

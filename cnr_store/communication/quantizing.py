@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from cnr_store.communication.buckets import Result, gathered, mean_of_sparse, message_bytes, register
+from cnr_store.communication.hooks import GradientHook, Messages, Result, parts_of
 from cnr_store.communication.state import RankState
 from cnr_store.errors import BadInput
 from cnr_store.runtime.arguments import checked_count
@@ -66,7 +65,7 @@ def levels_for(loss: float, first_loss: float, first_levels: int) -> int:
     return min(MAX_LEVELS, math.ceil(first_levels * math.sqrt(first_loss / loss)))
 
 
-class QuantizedGradients:
+class QuantizedGradients(GradientHook):
     """A hook of DistributedDataParallel that sends each gradient as random levels of its norm (QSGD).
 
     Each tensor of each rank has its own norm. Codes travel packed, log2(2 levels + 1) bits per value, by all-gather;
@@ -88,71 +87,52 @@ class QuantizedGradients:
     """
 
     def __init__(self, *, levels: int = 2, seed: int = 0, name: str = "quantized_gradients") -> None:
+        super().__init__(name)
         checked_count("levels", levels, least=1)
         if levels > MAX_LEVELS:
             raise BadInput(f"levels= is at most {MAX_LEVELS}; found {levels}", expected=MAX_LEVELS, found=levels)
-        checked_count("seed", seed)
-        self.name, self.levels = name, levels
-        self._first_levels, self._seed, self._first_loss = levels, seed, 0.0
-        self._steps = self._sent_bytes = self._dense_bytes = 0
-        self._names: Mapping[torch.Tensor, str] = {}
-        self._numbers: dict[str, int] = {}
-        self._group: dist.ProcessGroup | None = None
+        self.levels = self._first_levels = levels
+        self._seed, self._first_loss = checked_count("seed", seed), 0.0
+        self._numbers: dict[torch.Tensor, int] = {}
 
     def register(self, model: DistributedDataParallel) -> None:
-        """Reduce the gradients of a model from now on; once for each hook, before the first backward pass."""
-        if self._group is not None:
-            raise BadInput("this hook reduces the gradients of another model; make another one")
-        self._names, self._group = register(model, self._reduce), model.process_group
-        self._numbers = {name: number for number, name in enumerate(self._names.values())}
+        """See `ThresholdedGradients.register`."""
+        super().register(model)
+        self._numbers = {parameter: number for number, parameter in enumerate(self._names)}
 
     def report_loss(self, loss: float) -> int:
         """Report a rank's loss, on all ranks together; returns the levels from now on. Blocks for one number's mean."""
-        assert self._group is not None, "register the hook first"
-        mean = torch.tensor([loss], dtype=torch.float64)
-        dist.all_reduce(mean, group=self._group)
-        found = float(mean) / self._group.size()
+        device = next((one.device for one in self._names), None)
+        mean = torch.tensor([loss], dtype=torch.float64, device=device)
+        dist.all_reduce(mean, group=self._ranks)
+        found = float(mean) / self._ranks.size()
         self._first_loss = self._first_loss or found
         self.levels = levels_for(found, self._first_loss, self._first_levels)
         return self.levels
 
-    def _reduce(self, bucket: GradBucket) -> Result:
-        assert self._group is not None
-        buffer, step, levels = bucket.buffer(), self._steps, self.levels
-        if bucket.is_last():
-            self._steps += 1
-        if buffer.is_sparse:
-            return mean_of_sparse(buffer, self._group)
-        self._dense_bytes += buffer.nbytes
-        parts = []
+    def _reduce_dense(self, bucket: GradBucket, step: int, /) -> Result:
+        buffer, parameters = bucket.buffer(), bucket.parameters()
+        levels, parts = self.levels, parts_of(parameters)
         share = []
-        start = 0
-        for parameter in bucket.parameters():
-            part = slice(start, start + parameter.numel())
-            start = part.stop
+        for parameter, part in zip(parameters, parts, strict=True):
             draws = torch.Generator(buffer.device)
-            number = self._numbers[self._names[parameter]]
-            draws.manual_seed(_mixed(self._seed, step, self._group.rank(), number))
+            draws.manual_seed(_mixed(self._seed, step, self._ranks.rank(), self._numbers[parameter]))
             codes, norm = quantize(buffer[part], levels, draws)
-            parts.append(part)
             share += [pack_codes(codes, levels), norm]
-        self._sent_bytes += message_bytes(share)
-        return gathered(share, self._group, lambda messages: _mean(buffer, parts, messages, levels))
+        return self._share(share, lambda messages: _mean(buffer, parts, messages, levels))
 
-    def metrics(self) -> dict[str, int]:
-        """Return what a manager records with each save."""
-        return {"sent_bytes": self._sent_bytes, "dense_bytes": self._dense_bytes, "levels": self.levels}
+    def metrics(self) -> dict[str, float]:
+        """Return what a manager records with each save: bytes sent, those of dense gradients, levels."""
+        return {**super().metrics(), "levels": self.levels}
 
     def rank_state(self) -> RankState:
         """See `CommunicationState`."""
-        return RankState({}, {"steps": self._steps, "first_loss": self._first_loss, **self.metrics()})
+        return RankState({}, {**self._counts(), "levels": self.levels, "first_loss": self._first_loss})
 
     def load_rank_state(self, state: RankState) -> None:
         """See `CommunicationState`."""
-        self._steps, self.levels = int(state.scalars["steps"]), int(state.scalars["levels"])
-        self._sent_bytes = int(state.scalars["sent_bytes"])
-        self._dense_bytes = int(state.scalars["dense_bytes"])
-        self._first_loss = float(state.scalars["first_loss"])
+        self._load_counts(state.scalars)
+        self.levels, self._first_loss = int(state.scalars["levels"]), float(state.scalars["first_loss"])
 
 
 def _mixed(*numbers: int) -> int:
@@ -163,7 +143,7 @@ def _mixed(*numbers: int) -> int:
     return found
 
 
-def _mean(buffer: torch.Tensor, parts: list[slice], messages: list[list[torch.Tensor]], levels: int) -> torch.Tensor:
+def _mean(buffer: torch.Tensor, parts: list[slice], messages: Messages, levels: int) -> torch.Tensor:
     buffer.zero_()
     for message in messages:
         for part, words, norm in zip(parts, message[::2], message[1::2], strict=True):

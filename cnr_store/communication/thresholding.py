@@ -11,18 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
-from torch.nn.parallel import DistributedDataParallel
 
-from cnr_store.communication.buckets import (
-    Result,
-    gathered,
-    mean_of_dense,
-    mean_of_sparse,
-    message_bytes,
-    register,
-)
+from cnr_store.communication.hooks import GradientHook, Messages, Result, mean_of_dense, parts_of
 from cnr_store.communication.state import RankState, StateTensor
 from cnr_store.errors import BadInput
 from cnr_store.runtime.arguments import checked_choice, checked_count, checked_number
@@ -103,7 +94,7 @@ def take_above(
     return indices.clamp(max=length - 1), values, threshold * factor
 
 
-class ThresholdedGradients:
+class ThresholdedGradients(GradientHook):
     """A hook of DistributedDataParallel that sends a share of the values of each gradient, and the rest later.
 
     Each rank sends (index, value) of the values of gradient and residual that reach its threshold; all ranks average
@@ -111,7 +102,7 @@ class ThresholdedGradients:
     `cnr_store.communication.OneBitAdam`. Parameters with fewer than two dimensions are averaged whole; gradients of
     ``sparse=True`` embeddings as the rows that they are. Nothing waits for the device, but for sparse gradients.
 
-    Memory: 4 bytes per element of the parameters with two dimensions or more, on their device.
+    Memory: 4 bytes per element of the parameters with two dimensions or more, on their device; with ``float16`` of all.
 
     Parameters
     ----------
@@ -122,7 +113,8 @@ class ThresholdedGradients:
     warmup
         First steps, in which everything is averaged whole.
     values
-        ``float32`` (8 bytes per value with its index) or ``float16`` (6); what rounding takes is held back too.
+        ``float32`` (8 bytes per value with its index) or ``float16`` (6, and 2 per value of a parameter that is
+        averaged whole); what rounding takes is held back too.
     error_feedback
         False forgets what was not sent: for measurements of how much that costs.
     name
@@ -148,68 +140,40 @@ class ThresholdedGradients:
         error_feedback: bool = True,
         name: str = "thresholded_gradients",
     ) -> None:
+        super().__init__(name)
         checked_number("keep", keep, above=0)
         if keep >= 1:
             raise BadInput(f"keep= is a share of the values below 1; found {keep}", found=keep)
-        checked_count("refresh_every", refresh_every, least=1)
-        checked_count("warmup", warmup)
-        checked_choice("values", values, ("float32", "float16"))
-        self.name = name
-        self._keep, self._refresh_every, self._warmup = keep, refresh_every, warmup
-        self._dtype, self._error_feedback = getattr(torch, values), error_feedback
-        self._names: dict[torch.Tensor, str] = {}
-        self._group: dist.ProcessGroup | None = None
+        self._keep, self._refresh_every = keep, checked_count("refresh_every", refresh_every, least=1)
+        self._warmup = checked_count("warmup", warmup)
+        self._dtype = getattr(torch, checked_choice("values", values, ("float32", "float16")))
+        self._error_feedback = error_feedback
         self._held: dict[str, _Held] = {}
         self._loaded: dict[str, dict[str, torch.Tensor]] = {}
-        self._steps = self._sent_bytes = self._dense_bytes = 0
 
-    def register(self, model: DistributedDataParallel) -> None:
-        """Reduce the gradients of a model from now on; once for each hook, before the first backward pass.
-
-        The bytes go through the model's ``process_group``.
-        """
-        if self._group is not None:
-            raise BadInput("this hook reduces the gradients of another model; make another one")
-        self._names, self._group = register(model, self._reduce), model.process_group
-
-    def _reduce(self, bucket: GradBucket) -> Result:
-        assert self._group is not None
-        buffer = bucket.buffer()
-        step = self._steps
-        if bucket.is_last():
-            self._steps += 1
-        if buffer.is_sparse:
-            return mean_of_sparse(buffer, self._group)
-        self._dense_bytes += buffer.nbytes
+    def _reduce_dense(self, bucket: GradBucket, step: int, /) -> Result:
+        buffer, parameters = bucket.buffer(), bucket.parameters()
         if step < self._warmup:
             self._sent_bytes += buffer.nbytes
-            return mean_of_dense(buffer, self._group)
+            return mean_of_dense(buffer, self._ranks)
         renew = (step - self._warmup) % self._refresh_every == 0
-        return self._send(buffer, bucket.parameters(), renew=renew)
-
-    def _send(self, buffer: torch.Tensor, parameters: list[torch.Tensor], *, renew: bool) -> Result:
-        """Replace a bucket's buffer by the mean of what the ranks send of it."""
-        assert self._group is not None
-        indices, values = [], []
         whole: list[slice] = []
-        start = 0
-        for parameter in parameters:
-            part = slice(start, start + parameter.numel())
-            start = part.stop
+        small, indices, values = [], [buffer[:0]], [buffer[:0]]
+        for parameter, part in zip(parameters, parts_of(parameters), strict=True):
             if parameter.ndim < 2:
                 whole.append(part)
+                small.append(self._rounded(parameter, buffer[part]))
             elif parameter.numel():
                 at, sent = self._take(self._of(parameter), buffer[part], renew=renew)
                 indices.append(at.add_(part.start))
                 values.append(sent)
         index_dtype = torch.int32 if len(buffer) < 2**31 else torch.int64
         share = [
-            torch.cat([buffer[part] for part in whole] or [buffer[:0]]),
-            torch.cat(indices or [buffer[:0]]).to(index_dtype),
-            torch.cat(values or [buffer[:0]]).to(self._dtype),
+            torch.cat(small or [buffer[:0]]),
+            torch.cat(indices).to(index_dtype),
+            torch.cat(values).to(self._dtype),
         ]
-        self._sent_bytes += message_bytes(share)
-        return gathered(share, self._group, lambda messages: _mean(buffer, whole, messages))
+        return self._share(share, lambda messages: _mean(buffer, whole, messages))
 
     def _take(self, held: _Held, gradient: torch.Tensor, *, renew: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Add a gradient to what is held back, and take out what is sent now: indices, values."""
@@ -221,18 +185,26 @@ class ThresholdedGradients:
         indices, values, held.threshold = take_above(residual, held.threshold, count, renew=renew)
         held.sent += values.count_nonzero()
         if self._dtype is torch.float16:
-            largest = torch.finfo(torch.float16).max
-            sent = torch.where(values.isfinite(), values.clamp(-largest, largest), values).half()
-            residual[indices] += torch.where(values.isfinite(), values - sent, 0)
-            values = sent
+            values, lost = _halved(values)
+            residual[indices] += lost
         return indices, values
+
+    def _rounded(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Return what is sent of a gradient that is sent whole; what rounding takes is held back."""
+        if self._dtype is torch.float32:
+            return gradient
+        residual = self._of(parameter).residual[:-1]
+        sent, lost = _halved(residual + gradient)
+        residual.copy_(lost if self._error_feedback else torch.zeros_like(lost))
+        return sent
 
     def _of(self, parameter: torch.Tensor) -> _Held:
         name = self._names[parameter]
         if name not in self._held:
             self._held[name] = held = _Held(parameter)
             if (loaded := self._loaded.pop(name, None)) is not None:
-                _load(held, loaded)
+                held.residual[:-1].copy_(loaded["residual"].view(-1))
+                held.threshold = loaded["threshold"].to(held.residual.device).view(())
         return self._held[name]
 
     @property
@@ -247,30 +219,22 @@ class ThresholdedGradients:
             {name: float(held.residual.norm()) for name, held in self._held.items()},
         )
 
-    def metrics(self) -> dict[str, int]:
-        """Return what a manager records with each save: bytes sent, and what they would be without the hook."""
-        return {"sent_bytes": self._sent_bytes, "dense_bytes": self._dense_bytes}
-
     def rank_state(self) -> RankState:
         """See `CommunicationState`."""
+        held = {name: {"residual": one.residual[:-1], "threshold": one.threshold} for name, one in self._held.items()}
         tensors = {
             f"{name}/{what}": StateTensor(value, "mean")
-            for name, held in self._held.items()
-            for what, value in (("residual", held.residual[:-1]), ("threshold", held.threshold))
+            for name, parts in (held | self._loaded).items()
+            for what, value in parts.items()
         }
-        tensors |= {
-            f"{name}/{what}": StateTensor(value, "mean")
-            for name, loaded in self._loaded.items()
-            for what, value in loaded.items()
-        }
-        return RankState(tensors, {"steps": self._steps, **self.metrics()})
+        return RankState(tensors, self._counts())
 
     def load_rank_state(self, state: RankState) -> None:
         """See `CommunicationState`. The bytes are counted on."""
         loaded: dict[str, dict[str, torch.Tensor]] = {}
         for key, tensor in state.tensors.items():
             name, _, what = key.rpartition("/")
-            loaded.setdefault(name, {})[what] = tensor.value
+            loaded.setdefault(name, {})[what] = tensor.value.clone()
         for parameter, name in self._names.items():
             found = loaded.get(name, {}).get("residual")
             if found is not None and found.numel() != parameter.numel():
@@ -278,18 +242,18 @@ class ThresholdedGradients:
                     f"the saved residual of {name!r} has {found.numel()} values, the parameter {parameter.numel()}",
                     expected=parameter.numel(), found=found.numel(),
                 )  # fmt: skip
-        self._steps = int(state.scalars["steps"])
-        self._sent_bytes = int(state.scalars["sent_bytes"])
-        self._dense_bytes = int(state.scalars["dense_bytes"])
+        self._load_counts(state.scalars)
         self._held, self._loaded = {}, loaded
 
 
-def _load(held: _Held, loaded: Mapping[str, torch.Tensor]) -> None:
-    held.residual[:-1].copy_(loaded["residual"].view(-1))
-    held.threshold = loaded["threshold"].to(held.residual.device, copy=True).view(())
+def _halved(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values as float16, the large ones clamped, and what that takes from them; NaN and Inf are sent as such."""
+    largest, finite = torch.finfo(torch.float16).max, values.isfinite()
+    sent = torch.where(finite, values.clamp(-largest, largest), values).half()
+    return sent, torch.where(finite, values - sent, 0)
 
 
-def _mean(buffer: torch.Tensor, whole: list[slice], messages: list[list[torch.Tensor]]) -> torch.Tensor:
+def _mean(buffer: torch.Tensor, whole: list[slice], messages: Messages) -> torch.Tensor:
     """Replace a bucket's buffer by the mean of what all ranks sent of it; the same bits on all ranks."""
     buffer.zero_()
     for small, indices, values in messages:

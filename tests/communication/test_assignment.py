@@ -66,6 +66,12 @@ def test_a_user_goes_where_it_can_be_reached() -> None:
     assert assign_users(np.ones((3, 2)), costs, [2.0, 2.0]) == [0, 0, 1]
 
 
+def test_an_edge_without_bound_gets_no_user_that_cannot_reach_it() -> None:
+    costs = np.array([[1.0, np.inf], [1.0, np.inf], [1.0, 1.0]])
+
+    assert assign_users(np.eye(3), costs, [np.inf, np.inf])[:2] == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("samples", "costs", "bounds", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -411,6 +412,25 @@ def test_errors_of_another_model_or_rank_are_refused(make: Make) -> None:
     optimizer.load_state_dict(state)
     with pytest.raises(BadShape, match="another rank or number of ranks"):
         train(model, optimizer, 3, 4)
+
+
+@BOTH
+@pytest.mark.parametrize("errors_first", [False, True])
+def test_errors_stay_whichever_part_of_the_state_is_loaded_first(make: Make, errors_first: bool) -> None:
+    model = built()
+    optimizer = make(model.parameters(), lr=0.01, warmup_steps=3)
+    train(model, optimizer, 0, 6)
+    again = built()
+    again.load_state_dict(model.state_dict())
+    resumed = make(again.parameters(), lr=0.01, warmup_steps=3)
+    without_errors = {name: part for name, part in optimizer.state_dict().items() if name != "one_bit"}
+    parts = [(resumed.load_state_dict, without_errors), (resumed.load_rank_state, optimizer.rank_state())]
+    for load, part in reversed(parts) if errors_first else parts:
+        load(copy.deepcopy(part))  # type: ignore[arg-type]
+
+    assert any(one.value.any() for one in optimizer.rank_state().tensors.values())
+    assert train(again, resumed, 6, 10) == train(model, optimizer, 6, 10)
+    assert torch.equal(weights(again), weights(model))
 
 
 def managed(url: str) -> tuple[nn.Module, OneBitOptimizer, CheckpointManager]:

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from cnr_store import TableOptions
-from cnr_store.communication import PowerSGD
+from cnr_store.communication import Meter, PowerSGD
 from cnr_store.training import CheckpointManager
 from tests.communication.conftest import RunRanks
 from tests.communication.models import Clicks, losses_of
@@ -41,7 +41,7 @@ def trained(store: str, stop: int) -> dict[str, Any]:
             dist.all_reduce(mean)
             means[name] = (mean / dist.get_world_size()).tolist()
     manager.close()
-    return {"losses": losses, "errors": means}
+    return {"losses": losses, "errors": means, "metrics": hook.metrics()}
 
 
 def test_powersgd_goes_on_bit_for_bit_on_the_same_ranks(run_ranks: RunRanks, tmp_path: Any) -> None:
@@ -53,6 +53,7 @@ def test_powersgd_goes_on_bit_for_bit_on_the_same_ranks(run_ranks: RunRanks, tmp
     for calm, resumed in zip(whole, again, strict=True):
         assert resumed["losses"] == calm["losses"][5:]
         assert resumed["errors"] == calm["errors"]
+        assert resumed["metrics"] == calm["metrics"]
 
 
 def test_powersgd_keeps_the_mean_of_its_errors_on_other_ranks(run_ranks: RunRanks, tmp_path: Any) -> None:
@@ -64,3 +65,23 @@ def test_powersgd_keeps_the_mean_of_its_errors_on_other_ranks(run_ranks: RunRank
     assert after.keys() == before.keys()
     for name, values in before.items():
         assert after[name] == pytest.approx(values, abs=1e-6)
+
+
+def pushed(steps: int) -> list[float]:
+    """Bytes that the hook counted, that all-reduces of its group pushed, and of dense gradients."""
+    meter = Meter()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Clicks().layers, process_group=meter.group(), bucket_cap_mb=0.001)
+    hook = PowerSGD(PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2))
+    hook.register(model)
+    meter.reset()
+    for step in range(steps):
+        torch.manual_seed(step)
+        model(torch.randn(4, 20)).square().sum().backward()
+    return [hook.metrics()["sent_bytes"], meter.by_collective["all_reduce"].pushed_bytes, hook.metrics()["dense_bytes"]]
+
+
+def test_powersgd_counts_the_bytes_that_it_sends(run_ranks: RunRanks) -> None:
+    for counted, seen, dense in run_ranks(2, pushed, 6):
+        assert counted == seen
+        assert counted < dense

@@ -83,3 +83,8 @@ def test_all_ranks_average_the_same_from_few_bits(run_ranks: RunRanks) -> None:
 def test_levels_out_of_range_are_refused(levels: int) -> None:
     with pytest.raises(BadInput):
         QuantizedGradients(levels=levels)
+
+
+def test_a_loss_before_the_hook_has_a_model_is_refused() -> None:
+    with pytest.raises(BadInput, match="register"):
+        QuantizedGradients().report_loss(1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from cnr_store.communication import Meter, ThresholdedGradients
+from cnr_store.communication import Meter, QuantizedGradients, ThresholdedGradients
 from cnr_store.communication.thresholding import kept_values, take_above
 from cnr_store.errors import BadInput
 from tests.communication.conftest import RunRanks
@@ -161,6 +163,53 @@ def test_the_bytes_reported_are_those_on_the_wire(run_ranks: RunRanks) -> None:
         assert 0 < sent < dense / 10
         assert sparse > 0  # the table's rows
         assert 8 * values < sent
+
+
+def bytes_of_a_norm(values: str) -> list[Any]:
+    """Bytes of a step of a model of vectors alone: sent, and dense."""
+    model = DistributedDataParallel(nn.LayerNorm(64))
+    hook = ThresholdedGradients(values=values)  # type: ignore[arg-type]
+    hook.register(model)
+    torch.manual_seed(dist.get_rank())
+    model(torch.randn(4, 64)).square().sum().backward()
+    return [hook.report.sent_bytes, hook.report.dense_bytes]
+
+
+def test_vectors_go_whole_in_the_type_of_the_values(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, bytes_of_a_norm, "float32") == [[512, 512]] * 2
+    assert run_ranks(2, bytes_of_a_norm, "float16") == [[256, 512]] * 2
+
+
+class _Waits(TorchDispatchMode):
+    """Lists the operators that would wait for a device: they return numbers, or shapes that depend on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero):
+            self.found.append(str(operator))
+        return operator(*args, **(kwargs or {}))
+
+
+def waits_in_steps() -> list[list[str]]:
+    """The operators that would wait, of a backward pass with each hook, after the first passes, which build buckets."""
+    found = []
+    for hook in (ThresholdedGradients(refresh_every=3), QuantizedGradients()):
+        model = DistributedDataParallel(Clicks().layers)
+        hook.register(model)
+        waits = _Waits()
+        for step in range(6):
+            loss = model(torch.randn(4, 20)).square().sum()
+            with waits if step > 2 else contextlib.nullcontext():
+                loss.backward()
+        found.append(waits.found)
+    return found
+
+
+def test_no_step_waits_for_a_device(run_ranks: RunRanks) -> None:
+    assert run_ranks(1, waits_in_steps) == [[[], []]]
 
 
 def rates_over_a_long_refresh(warmup: int) -> list[float]:

@@ -1,0 +1,176 @@
+"""What every hook of DistributedDataParallel shares: names of parameters, counts of bytes, means of buckets over ranks.
+
+A hook must key its state by parameter: DDP builds its buckets anew after the first step, in another order.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from cnr_store.communication.state import RankState
+from cnr_store.errors import BadInput
+from cnr_store.types import JsonValue
+
+Result = torch.futures.Future[torch.Tensor]
+Messages = list[list[torch.Tensor]]
+"""The tensors of each rank, by rank."""
+
+
+class GradientHook(ABC):
+    """A hook that reduces the gradients of one model, and counts the bytes that it gives to collectives.
+
+    Gradients of ``sparse=True`` embeddings pass as the rows that they are, and are not counted.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._names: dict[torch.Tensor, str] = {}
+        self._group: dist.ProcessGroup | None = None
+        self._steps = self._sent_bytes = self._dense_bytes = 0
+
+    def register(self, model: DistributedDataParallel) -> None:
+        """Reduce the gradients of a model from now on; once for each hook, before the first backward pass.
+
+        The bytes go through the model's ``process_group``. A hook that has a model already raises `BadInput`.
+        """
+        if self._group is not None:
+            raise BadInput("this hook reduces the gradients of another model; make another one")
+        self._names, self._group = register(model, self._reduce), model.process_group
+
+    def _reduce(self, bucket: GradBucket) -> Result:
+        buffer, step = bucket.buffer(), self._steps
+        if bucket.is_last():
+            self._steps += 1
+        if buffer.is_sparse:
+            return mean_of_sparse(buffer, self._ranks)
+        self._dense_bytes += buffer.nbytes
+        return self._reduce_dense(bucket, step)
+
+    @abstractmethod
+    def _reduce_dense(self, bucket: GradBucket, step: int, /) -> Result:
+        """Replace a bucket's buffer, the gradients of its parameters end to end, by their mean over the ranks."""
+
+    @property
+    def _ranks(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise BadInput(f"{type(self).__name__} reduces no gradients yet; call register(model) first")
+        return self._group
+
+    def _share(self, tensors: Sequence[torch.Tensor], then: Callable[[Messages], torch.Tensor]) -> Result:
+        """Send tensors to all ranks, and return what ``then`` makes of those of all. Does not block."""
+        self._sent_bytes += message_bytes(tensors)
+        return gathered(tensors, self._ranks, then)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what a manager records with each save: bytes sent, and what they would be without the hook."""
+        return {"sent_bytes": self._sent_bytes, "dense_bytes": self._dense_bytes}
+
+    def rank_state(self) -> RankState:
+        """See `CommunicationState`."""
+        return RankState({}, self._counts())
+
+    def load_rank_state(self, state: RankState) -> None:
+        """See `CommunicationState`. The bytes are counted on."""
+        self._load_counts(state.scalars)
+
+    def _counts(self) -> dict[str, JsonValue]:
+        return {"steps": self._steps, "sent_bytes": self._sent_bytes, "dense_bytes": self._dense_bytes}
+
+    def _load_counts(self, counts: Mapping[str, JsonValue]) -> None:
+        self._steps, self._sent_bytes, self._dense_bytes = (
+            int(counts[name]) for name in ("steps", "sent_bytes", "dense_bytes")
+        )
+
+
+def parts_of(parameters: Sequence[torch.Tensor]) -> list[slice]:
+    """Return where the gradient of each parameter stands in the buffer of its bucket."""
+    ends = list(accumulate(parameter.numel() for parameter in parameters))
+    return [slice(end - parameter.numel(), end) for parameter, end in zip(parameters, ends, strict=True)]
+
+
+def register(model: DistributedDataParallel, hook: Callable[[GradBucket], Result]) -> dict[torch.Tensor, str]:
+    """Make a hook reduce the gradients of a model; return the names of its parameters. Once for each model."""
+
+    def call(_, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
+        return hook(bucket)
+
+    model.register_comm_hook(None, call)
+    return {parameter: name for name, parameter in model.module.named_parameters()}
+
+
+def mean_of_dense(values: torch.Tensor, group: dist.ProcessGroup) -> Result:
+    """Return the mean of a tensor over the ranks, which replaces it. Does not block."""
+    work = dist.all_reduce(values, group=group, async_op=True)
+    assert work is not None
+    world = group.size()
+    result: Result = work.get_future().then(lambda done: done.value()[0].div_(world))
+    return result
+
+
+def mean_of_sparse(values: torch.Tensor, group: dist.ProcessGroup) -> Result:
+    """Return the mean of a ``torch.sparse_coo`` gradient over the ranks: their entries, gathered, not summed.
+
+    Two gathers: the numbers of entries, then indices and values, padded to the most of a rank. Blocks for the first.
+    DDP's own sum of sparse gradients on gloo breaks the heap (torch 2.13). A rank sends each row at most once.
+    """
+    values, world = values.coalesce(), group.size()
+    indices, entries = values.indices().T, values.values()
+    counts = torch.empty(world, 1, dtype=torch.int64, device=values.device)
+    dist.all_gather(list(counts), torch.tensor([len(entries)], device=values.device), group=group)
+    sizes = counts.view(-1).tolist()
+    padding = max(sizes) - len(entries)
+    padded = [torch.cat([one, one.new_zeros((padding, *one.shape[1:]))]) for one in (indices, entries)]
+
+    def sparse(messages: Messages) -> torch.Tensor:
+        rows, found = zip(*messages, strict=True)
+        at = torch.cat([one[:size] for one, size in zip(rows, sizes, strict=True)]).T
+        every = torch.cat([one[:size] for one, size in zip(found, sizes, strict=True)])
+        return torch.sparse_coo_tensor(at, every / world, values.shape, check_invariants=False)
+
+    return gathered(padded, group, sparse)
+
+
+def gathered(
+    share: Sequence[torch.Tensor], group: dist.ProcessGroup, then: Callable[[Messages], torch.Tensor]
+) -> Result:
+    """Send tensors to all ranks in one message, and call ``then`` with those of each rank, by rank. Does not block.
+
+    The tensors have the same dtypes and shapes on all ranks.
+    """
+    pieces = [_as_bytes(one) for one in share]
+    message, world = torch.cat(pieces), group.size()
+    received = torch.empty(world, len(message), dtype=torch.uint8, device=message.device)
+    work = dist.all_gather(list(received), message, group=group, async_op=True)
+    assert work is not None
+    lengths = [len(piece) for piece in pieces]
+
+    def merge(_: torch.futures.Future[object]) -> torch.Tensor:
+        messages = []
+        for row in received:
+            parts = zip(row.split(lengths), share, strict=True)
+            messages.append([part[: one.nbytes].view(one.dtype).view(one.shape) for part, one in parts])
+        return then(messages)
+
+    result: Result = work.get_future().then(merge)
+    return result
+
+
+def message_bytes(share: Sequence[torch.Tensor]) -> int:
+    """Return the bytes of the message in which `gathered` sends tensors."""
+    return sum(one.nbytes + -one.nbytes % _WORD for one in share)
+
+
+_WORD = 8
+"""Each tensor of a message begins at a multiple of so many bytes, as views of its dtype need."""
+
+
+def _as_bytes(values: torch.Tensor) -> torch.Tensor:
+    flat = values.contiguous().view(-1).view(torch.uint8)
+    return torch.nn.functional.pad(flat, (0, -len(flat) % _WORD))
