@@ -6,7 +6,7 @@ Nothing is computed from formulas of a compression: the sizes are those of the t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -21,12 +21,10 @@ _BACKEND = "cnr_metered"
 
 @dataclass(slots=True)
 class Traffic:
-    """What one kind of collective moved, seen from one rank.
+    """What one kind of collective moved, seen from one rank, in ``calls`` of it.
 
     Attributes
     ----------
-    calls
-        How often it was called.
     pushed_bytes
         Bytes of the tensors that this rank gave to it for others: a gradient before it is reduced, the own share of a
         gather, all but the own chunk of an all-to-all.
@@ -81,12 +79,7 @@ class Meter:
     @property
     def total(self) -> Traffic:
         """The sum over all collectives."""
-        found = self.by_collective.values()
-        return Traffic(
-            sum(one.calls for one in found),
-            sum(one.pushed_bytes for one in found),
-            sum(one.received_bytes for one in found),
-        )
+        return Traffic(*map(sum, zip(*map(astuple, self.by_collective.values()), strict=True)))
 
     def reset(self) -> None:
         """Count from zero."""
@@ -94,13 +87,11 @@ class Meter:
 
     def metrics(self) -> dict[str, float]:
         """Return what a manager records with each save: bytes pushed and received since the start."""
-        total = self.total
-        return {"pushed_bytes": total.pushed_bytes, "received_bytes": total.received_bytes}
+        return {"pushed_bytes": self.total.pushed_bytes, "received_bytes": self.total.received_bytes}
 
     def rank_state(self) -> RankState:
         """See `CommunicationState`."""
-        counts = {name: [one.calls, one.pushed_bytes, one.received_bytes] for name, one in self.by_collective.items()}
-        return RankState({}, {"counts": counts})
+        return RankState({}, {"counts": {name: list(astuple(one)) for name, one in self.by_collective.items()}})
 
     def load_rank_state(self, state: RankState) -> None:
         """See `CommunicationState`."""
@@ -122,40 +113,30 @@ def _bytes(tensors: torch.Tensor | Iterable[Any]) -> int:
     return tensors.numel() * tensors.element_size()
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """What a rank has in one collective: ``size`` bytes of its tensor, of ``world`` ranks; whether it is the root."""
-
-    size: int
-    world: int
-    is_root: bool
-
-    @property
-    def to_others(self) -> int:
-        return self.size * (self.world - 1)
-
-
-Count = Callable[[_Share], tuple[int, int]]
-_COUNTED: dict[str, tuple[str, int, Count]] = {
-    name: (collective, argument, count)
-    for collective, argument, count, names in [
-        ("all_reduce", 0, lambda own: (own.size, 2 * own.to_others // own.world), "allreduce allreduce_coalesced"),
-        ("all_gather", 1, lambda own: (own.size, own.to_others),
+Sizes = tuple[int, int]
+_COUNTED: dict[str, tuple[str, int, Callable[[int, int, bool], Sizes]]] = {
+    name: (collective, argument, sizes)
+    for collective, argument, sizes, names in [
+        ("all_reduce", 0, lambda own, world, _: (own, 2 * own * (world - 1) // world), "allreduce allreduce_coalesced"),
+        ("all_gather", 1, lambda own, world, _: (own, own * (world - 1)),
          ("allgather allgather_coalesced all_gather_single all_gather_single_coalesced _allgather_base "
           "allgather_into_tensor_coalesced")),
-        ("reduce_scatter", 1, lambda own: (own.size, own.to_others // own.world),
+        ("reduce_scatter", 1, lambda own, world, _: (own, own * (world - 1) // world),
          ("reduce_scatter reduce_scatter_single reduce_scatter_single_coalesced _reduce_scatter_base "
           "reduce_scatter_tensor_coalesced")),
-        ("broadcast", 0, lambda own: (own.size, 0) if own.is_root else (0, own.size), "broadcast"),
-        ("reduce", 0, lambda own: (0, own.size) if own.is_root else (own.size, 0), "reduce"),
-        ("gather", 1, lambda own: (0, own.to_others) if own.is_root else (own.size, 0), "gather"),
-        ("scatter", 0, lambda own: (own.to_others, 0) if own.is_root else (0, own.size), "scatter"),
-        ("send", 0, lambda own: (own.size, 0), "send"),
-        ("recv", 0, lambda own: (0, own.size), "recv recv_anysource"),
+        ("broadcast", 0, lambda own, _, is_root: (own, 0) if is_root else (0, own), "broadcast"),
+        ("reduce", 0, lambda own, _, is_root: (0, own) if is_root else (own, 0), "reduce"),
+        ("gather", 1, lambda own, world, is_root: (0, own * (world - 1)) if is_root else (own, 0), "gather"),
+        ("scatter", 0, lambda own, world, is_root: (own * (world - 1), 0) if is_root else (0, own), "scatter"),
+        ("send", 0, lambda own, *_: (own, 0), "send"),
+        ("recv", 0, lambda own, *_: (0, own), "recv recv_anysource"),
     ]
     for name in names.split()
 }  # fmt: skip
-"""By method of a process group: the collective, the argument whose bytes count, what is pushed and received."""
+"""By method of a process group: the collective, the argument whose bytes count, and what is pushed and received.
+
+Sizes follow from a rank's own bytes, the number of ranks, and whether it is the root.
+"""
 _EXCHANGES = ("alltoall", "alltoall_base", "all_to_all_single")
 
 
@@ -167,10 +148,10 @@ def _counts(method: str, rank: int, world: int, given: tuple[Any, ...]) -> tuple
         received, pushed = given[:2]
         to, source = (given[3], given[2]) if len(given) >= 4 else ([], [])
         return "all_to_all", _foreign_bytes(pushed, to, rank, world), _foreign_bytes(received, source, rank, world)
-    collective, argument, count = _COUNTED[method]
+    collective, argument, sizes = _COUNTED[method]
     options = given[-1]
     root = options if isinstance(options, int) else getattr(options, "rootRank", None)
-    return collective, *count(_Share(_bytes(given[argument]), world, root == rank))
+    return collective, *sizes(_bytes(given[argument]), world, root == rank)
 
 
 def _foreign_bytes(tensors: Any, splits: Any, rank: int, world: int) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 
 from cnr_store.communication.one_bit_optimizer import Group, OneBitOptimizer, State
 
@@ -23,48 +22,17 @@ class OneBitLamb(OneBitOptimizer):
 
     Parameters
     ----------
-    params, untouched, group, name
-        As of `OneBitOptimizer`.
-    lr, betas, eps, weight_decay
-        As of LAMB; ``eps`` must be above 0.
-    warmup_steps, floor
-        As of `OneBitAdam`; the present variances have the same floor.
+    params, lr, betas, eps, weight_decay, warmup_steps, floor, untouched, group, name
+        As of `OneBitOptimizer`; the present variances have the same floor.
     coefficients
         The least and the largest rate of a tensor, its weights' norm divided by its update's.
-
-    Raises
-    ------
-    BadInput
-        A value out of range.
     """
 
+    _name = "one_bit_lamb"
+    _options: ClassVar[Mapping[str, Any]] = {"coefficients": (0.01, 10.0)}
     _has_one_scale = True
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        warmup_steps: int,
-        coefficients: tuple[float, float] = (0.01, 10.0),
-        floor: float = 0.01,
-        untouched: Mapping[torch.Tensor, torch.Tensor] | None = None,
-        group: dist.ProcessGroup | None = None,
-        name: str = "one_bit_lamb",
-    ) -> None:
-        defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "warmup_steps": warmup_steps,
-            "coefficients": coefficients, "floor": floor,
-        }  # fmt: skip
-        super().__init__(params, defaults, untouched, group, name)
-
-    def _warm_up(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Group, state: State) -> None:
-        beta = group["betas"][1]
-        state["exp_avg"].lerp_(gradient, 1 - group["betas"][0])
-        state["exp_avg_sq"].mul_(beta).addcmul_(gradient, gradient, value=1 - beta)
+    def _warm_up(self, parameter: torch.Tensor, group: Group, state: State) -> None:
         update = _update_of(parameter, state["exp_avg"], group, state)
         of_weight, of_update = parameter.norm(), update.norm()
         rate = (of_weight / of_update).clamp(*group["coefficients"])
@@ -91,9 +59,7 @@ class OneBitLamb(OneBitOptimizer):
             self.state[parameter]["scaling"] = torch.where(is_known, mean_size / size, torch.ones_like(size))
 
     def _momentum(self, parameter: torch.Tensor, group: Group) -> torch.Tensor:
-        state = self.state[parameter]
-        momentum: torch.Tensor = state["exp_avg"].lerp(self._gradient_of(parameter), 1 - group["betas"][0])
-        return momentum.mul_(state["scaling"])
+        return super()._momentum(parameter, group).mul_(self.state[parameter]["scaling"])
 
     def _compressed_update(self, parameter: torch.Tensor, momentum: torch.Tensor, group: Group, state: State) -> None:
         beta1, beta2 = group["betas"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -38,42 +38,66 @@ class OneBitOptimizer(torch.optim.Optimizer):
     params
         As of any torch optimizer. All ranks have the same ones, in the same order, with the same weights. A parameter
         without a gradient counts as one with a gradient of zeros.
-    defaults
-        Options of parameter groups. ``warmup_steps``: how many steps are dense, at least 1; 15 to 25 % of all steps is
-        usual. ``floor``: the least variance after the freeze, as a share of the mean variance of its tensor.
+    lr, betas, eps, weight_decay
+        As of ``torch.optim.Adam``; ``eps`` must be above 0.
+    warmup_steps
+        How many steps are dense, at least 1; 15 to 25 % of all steps is usual.
+    floor
+        The least variance after the freeze, as a share of its tensor's mean. Without it near-dead elements explode.
     untouched
         Parameter to bool mask in its shape: elements to hold after the freeze beside those without variance.
     group
         The process group; None means the default one, or one rank alone if there is none.
     name
-        A name that no other hook or optimizer with communication state has; part of names in a store.
+        Of its state in checkpoints, ``one_bit_adam`` or ``one_bit_lamb`` if not given; two of one training differ.
+    options
+        Those of the optimizer.
+
+    Raises
+    ------
+    BadInput
+        A value out of range.
     """
 
+    _name: ClassVar[str]
+    _options: ClassVar[Mapping[str, Any]]
+    """Options beside those of the constructor, and their defaults."""
     _has_one_scale = False
     """Whether all tensors are sent with one scale, or each with its own."""
 
     def __init__(
         self,
         params: Iterable[Any],
-        defaults: dict[str, Any],
-        untouched: Mapping[torch.Tensor, torch.Tensor] | None,
-        group: dist.ProcessGroup | None,
-        name: str,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        warmup_steps: int,
+        floor: float = 0.01,
+        untouched: Mapping[torch.Tensor, torch.Tensor] | None = None,
+        group: dist.ProcessGroup | None = None,
+        name: str | None = None,
+        **options: Any,
     ) -> None:
-        checked_count("warmup_steps", defaults["warmup_steps"], least=1)
-        checked_number("eps", defaults["eps"], above=0)
-        for option in ("lr", "weight_decay", "floor"):
-            checked_number(option, defaults[option], least=0)
-        for beta in defaults["betas"]:
-            checked_number("betas", beta, least=0, most=1 - 1e-12)
-        self.name, self._group = name, group
+        if unknown := sorted(options.keys() - self._options):
+            raise TypeError(f"{type(self).__name__} has no option {unknown[0]!r}")
+        defaults = {
+            "lr": checked_number("lr", lr, least=0),
+            "betas": tuple(checked_number("betas", beta, least=0, most=1 - 1e-12) for beta in betas),
+            "eps": checked_number("eps", eps, above=0),
+            "weight_decay": checked_number("weight_decay", weight_decay, least=0),
+            "warmup_steps": checked_count("warmup_steps", warmup_steps, least=1),
+            "floor": checked_number("floor", floor, least=0),
+        }
+        self.name, self._group = name or self._name, group
         self._untouched = dict(untouched or {})
         self._mean: OneBitMean | None = None
         self._sent_bytes = self._dense_bytes = 0
         self._loaded: dict[str, torch.Tensor] = {}
         self._stamps: list[tuple[int, int]] = []
         self._touched: list[torch.Tensor | None] = []
-        super().__init__(params, defaults | {"is_frozen": False})
+        super().__init__(params, {**defaults, **self._options, **options, "is_frozen": False})
 
     def register(self, model: DistributedDataParallel) -> None:
         """Switch off the all-reduce of a DDP model: this optimizer averages its gradients, in the model's group.
@@ -111,7 +135,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """
         super().load_state_dict(state_dict)
         if "one_bit" in state_dict:
-            self._put_errors(state_dict.get("one_bit", {}))
+            self._put_errors(state_dict["one_bit"])
 
     def rank_state(self) -> RankState:
         """Return this rank's errors, for ``CheckpointManager(communication=[...])``; the rest is on all ranks alike."""
@@ -127,10 +151,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def load_rank_state(self, state: RankState) -> None:
         """Take over the errors of `rank_state`; the optimizer's other state may be loaded before or after.
 
-        Raises
-        ------
-        BadInput
-            They are errors of other parameters; nothing was changed.
+        Errors of other parameters raise `BadInput`, and nothing was changed.
         """
         values, found = self._num_values(), state.scalars["values"]
         if found != values:
@@ -156,9 +177,8 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     def _dense_step(self) -> None:
         self._count(4 * self._num_values())
-        gradients = self._mean_gradients()
         steps = 0
-        for (group, parameter), gradient in zip(self._parameters(), gradients, strict=True):
+        for (group, parameter), mean in zip(self._parameters(), self._mean_gradients(), strict=True):
             state = self.state[parameter]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32)
@@ -166,7 +186,10 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
             state["step"] += 1
             steps = int(state["step"].item())
-            self._warm_up(parameter, gradient, group, state)
+            beta, gradient = group["betas"][1], self._decayed(parameter, mean, group)
+            state["exp_avg"].lerp_(gradient, 1 - group["betas"][0])
+            state["exp_avg_sq"].mul_(beta).addcmul_(gradient, gradient, value=1 - beta)
+            self._warm_up(parameter, group, state)
         if steps >= self.param_groups[0]["warmup_steps"]:
             self._freeze()
 
@@ -178,8 +201,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             momentum.reshape(-1) if touched is None else momentum.reshape(-1)[touched]
             for momentum, touched in zip(momenta, self._touched, strict=True)
         ]
-        flat = mean(torch.cat(parts)) if parts else torch.empty(0)
-        averages = flat.split([len(part) for part in parts])
+        averages = mean(torch.cat([*parts, torch.empty(0, device=mean.worker_error.device)])).split([*map(len, parts)])
         for (group, parameter), momentum, touched, average in zip(
             self._parameters(), momenta, self._touched, averages, strict=True
         ):
@@ -212,9 +234,13 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     # ---- what an optimizer fills in
 
+    def _decayed(self, _parameter: torch.Tensor, gradient: torch.Tensor, _group: Group, /) -> torch.Tensor:
+        """Return the gradient with weight decay in it, or apply that to the weight."""
+        return gradient
+
     @abstractmethod
-    def _warm_up(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Group, state: State) -> None:
-        """Update state and weight by the mean gradient."""
+    def _warm_up(self, parameter: torch.Tensor, group: Group, state: State) -> None:
+        """Update the weight by the momentum and variance of this step."""
 
     def _before_freeze(self, group: Group, state: State) -> None:
         """Make ``exp_avg_sq`` the variance to keep."""
@@ -222,9 +248,11 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _after_freeze(self) -> None:
         """Prepare what compressed steps need."""
 
-    @abstractmethod
     def _momentum(self, parameter: torch.Tensor, group: Group) -> torch.Tensor:
         """Return this rank's new momentum, to be averaged; state is not changed."""
+        gradient = self._decayed(parameter, self._gradient_of(parameter), group)
+        momentum: torch.Tensor = self.state[parameter]["exp_avg"].lerp(gradient, 1 - group["betas"][0])
+        return momentum
 
     @abstractmethod
     def _compressed_update(self, parameter: torch.Tensor, momentum: torch.Tensor, group: Group, state: State) -> None:

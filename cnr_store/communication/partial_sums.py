@@ -87,7 +87,8 @@ class PartialSums(SplitTable):
     -----
     The methods take what ``nn.EmbeddingBag`` takes: ``ids`` ``(n,)`` int64 in the whole table, ``offsets``
     ``(num_bags,)`` int64, where each bag begins, and ``values`` ``(n,)`` to multiply rows by, None for ones. All are
-    the same on every rank. Each call is one all-reduce of its result and blocks; backward has no message.
+    the same on every rank. Each call is one all-reduce of its result and blocks; backward has no message. It waits for
+    the device, because ids are checked: one outside the table raises `BadRowIds`.
 
     Examples
     --------
@@ -101,24 +102,13 @@ class PartialSums(SplitTable):
         self.sparse = sparse
 
     def pooled(self, ids: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the sum of ``values * rows`` of each bag, ``(num_bags, dim)``, the same on every rank.
-
-        Raises
-        ------
-        BadRowIds
-            An id outside the table.
-        """
+        """Return the sum of ``values * rows`` of each bag, ``(num_bags, dim)``, the same on every rank."""
         return sum_over_ranks(self.partial(ids, offsets, values), self.group)
 
     def factorized(self, ids: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
         """Return the sum over all pairs in each bag of ``values * rows`` times one another, ``(num_bags,)``.
 
         It sends ``dim + 1`` numbers per bag: the sum, whose square has all pairs, and the sum of squares.
-
-        Raises
-        ------
-        BadRowIds
-            An id outside the table.
         """
         rows, bags = self._own_rows(ids, offsets, values)
         sums = _sum_of_bags(rows, bags, len(offsets))
@@ -155,12 +145,8 @@ class PartialFirstLayer(nn.Module):
 
     Parameters
     ----------
-    fields
-        Number of rows of each field.
-    dim
-        Numbers per row.
-    hidden
-        Outputs of the layer.
+    fields, dim, hidden
+        Number of rows of each field; numbers per row; outputs of the layer.
     sparse, group, device, dtype
         As of `PartialSums`.
 
@@ -197,19 +183,8 @@ class PartialFirstLayer(nn.Module):
     def forward(self, ids: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
         """Return the layer's outputs ``(batch, hidden)``, the same on every rank. Blocks.
 
-        Parameters
-        ----------
-        ids, values
-            As in `PartialSums`, but ids count from 0 in their field.
-        offsets
-            ``(batch * fields,)``: bags of one sample after the other, in the order of the fields.
-
-        Raises
-        ------
-        BadShape
-            Not the same number of bags for every sample.
-        BadRowIds
-            An id outside the table.
+        The arguments are those of `PartialSums`, but ids count from 0 in their field. ``offsets`` are ``(batch *
+        fields,)``: bags of one sample after the other, in the order of the fields; another number raises `BadShape`.
         """
         if len(offsets) % self.num_fields:
             raise BadShape(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
-from torch.nn.parallel import DistributedDataParallel
 
 from cnr_store.communication.hooks import GradientHook, Messages, Result, parts_of
 from cnr_store.communication.state import RankState
-from cnr_store.errors import BadInput
 from cnr_store.runtime.arguments import checked_count
 
 MAX_LEVELS = 1 << 15
@@ -39,23 +39,22 @@ def dequantize(codes: torch.Tensor, norm: torch.Tensor, levels: int) -> torch.Te
 
 def pack_codes(codes: torch.Tensor, levels: int) -> torch.Tensor:
     """Return codes as digits to the base of ``2 levels + 1``, as many in each word of int64 as it holds."""
-    base = 2 * levels + 1
-    digits = _digits(base)
-    padded = torch.nn.functional.pad(codes + levels, (0, -len(codes) % digits)).view(-1, digits)
-    powers = torch.tensor([base**place for place in range(digits)], device=codes.device)
-    return (padded * powers).sum(dim=1)
+    powers = _powers(levels, codes.device)
+    padded = torch.nn.functional.pad(codes + levels, (0, -len(codes) % len(powers)))
+    return (padded.view(-1, len(powers)) * powers).sum(dim=1)
 
 
 def unpack_codes(words: torch.Tensor, levels: int, length: int) -> torch.Tensor:
     """Return the ``length`` codes of `pack_codes`."""
-    base = 2 * levels + 1
-    powers = torch.tensor([base**place for place in range(_digits(base))], device=words.device)
-    places = words[:, None].div(powers, rounding_mode="floor") % base
+    places = words[:, None].div(_powers(levels, words.device), rounding_mode="floor") % (2 * levels + 1)
     return places.view(-1)[:length] - levels
 
 
-def _digits(base: int) -> int:
-    return int(math.log(2**63 - 1) / math.log(base))
+@cache
+def _powers(levels: int, device: torch.device) -> torch.Tensor:
+    base = 2 * levels + 1
+    digits = int(math.log(2**63 - 1) / math.log(base))
+    return torch.tensor([base**place for place in range(digits)], device=device)
 
 
 def levels_for(loss: float, first_loss: float, first_levels: int) -> int:
@@ -88,17 +87,8 @@ class QuantizedGradients(GradientHook):
 
     def __init__(self, *, levels: int = 2, seed: int = 0, name: str = "quantized_gradients") -> None:
         super().__init__(name)
-        checked_count("levels", levels, least=1)
-        if levels > MAX_LEVELS:
-            raise BadInput(f"levels= is at most {MAX_LEVELS}; found {levels}", expected=MAX_LEVELS, found=levels)
-        self.levels = self._first_levels = levels
+        self.levels = self._first_levels = checked_count("levels", levels, least=1, most=MAX_LEVELS)
         self._seed, self._first_loss = checked_count("seed", seed), 0.0
-        self._numbers: dict[torch.Tensor, int] = {}
-
-    def register(self, model: DistributedDataParallel) -> None:
-        """See `ThresholdedGradients.register`."""
-        super().register(model)
-        self._numbers = {parameter: number for number, parameter in enumerate(self._names)}
 
     def report_loss(self, loss: float) -> int:
         """Report a rank's loss, on all ranks together; returns the levels from now on. Blocks for one number's mean."""
@@ -116,7 +106,8 @@ class QuantizedGradients(GradientHook):
         share = []
         for parameter, part in zip(parameters, parts, strict=True):
             draws = torch.Generator(buffer.device)
-            draws.manual_seed(_mixed(self._seed, step, self._ranks.rank(), self._numbers[parameter]))
+            mixed = np.random.SeedSequence([self._seed, step, self._ranks.rank(), *self._names[parameter].encode()])
+            draws.manual_seed(int(mixed.generate_state(1, np.uint64)[0]))
             codes, norm = quantize(buffer[part], levels, draws)
             share += [pack_codes(codes, levels), norm]
         return self._share(share, lambda messages: _mean(buffer, parts, messages, levels))
@@ -133,14 +124,6 @@ class QuantizedGradients(GradientHook):
         """See `CommunicationState`."""
         self._load_counts(state.scalars)
         self.levels, self._first_loss = int(state.scalars["levels"]), float(state.scalars["first_loss"])
-
-
-def _mixed(*numbers: int) -> int:
-    """A seed of several numbers: the same on every machine, and another for each combination of them."""
-    found = 0
-    for number in numbers:
-        found = (found * 1_000_003 + number + 1) % (2**61 - 1)
-    return found
 
 
 def _mean(buffer: torch.Tensor, parts: list[slice], messages: Messages, levels: int) -> torch.Tensor:

@@ -29,11 +29,9 @@ class ThresholdReport:
 
     Attributes
     ----------
-    steps
-        Backward passes.
-    sent_values, sent_bytes, dense_bytes
-        Values that reached their thresholds; bytes that were given to collectives; what they would be without the hook.
-        Sparse gradients are left out of all three.
+    steps, sent_values, sent_bytes, dense_bytes
+        Backward passes; values that reached their thresholds; bytes that were given to collectives; what they would be
+        without the hook. Sparse gradients are not counted.
     thresholds, residual_norms
         By parameter: the threshold now, and the Euclidean norm of what is held back.
     """
@@ -168,12 +166,10 @@ class ThresholdedGradients(GradientHook):
                 indices.append(at.add_(part.start))
                 values.append(sent)
         index_dtype = torch.int32 if len(buffer) < 2**31 else torch.int64
-        share = [
-            torch.cat(small or [buffer[:0]]),
-            torch.cat(indices).to(index_dtype),
-            torch.cat(values).to(self._dtype),
-        ]
-        return self._share(share, lambda messages: _mean(buffer, whole, messages))
+        sent_whole, sent_at = torch.cat(small or [buffer[:0]]), torch.cat(indices).to(index_dtype)
+        return self._share(
+            [sent_whole, sent_at, torch.cat(values).to(self._dtype)], lambda messages: _mean(buffer, whole, messages)
+        )
 
     def _take(self, held: _Held, gradient: torch.Tensor, *, renew: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Add a gradient to what is held back, and take out what is sent now: indices, values."""
