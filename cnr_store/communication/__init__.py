@@ -6,7 +6,6 @@ own, and restores it on the same or another number of ranks. Open `state` first.
 
 from __future__ import annotations
 
-from cnr_store.communication.assignment import assign_users
 from cnr_store.communication.meter import Meter, Traffic
 from cnr_store.communication.one_bit_adam import OneBitAdam
 from cnr_store.communication.one_bit_lamb import OneBitLamb
@@ -33,7 +32,6 @@ __all__ = [
     "ThresholdedGradients",
     "TopKActivations",
     "Traffic",
-    "assign_users",
     "chunk",
     "reshard",
 ]

@@ -6,7 +6,7 @@ A hook must key its state by parameter: DDP builds its buckets anew after the fi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
@@ -16,11 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cnr_store.communication.state import RankState
 from cnr_store.errors import BadInput
-from cnr_store.types import JsonValue
 
 Result = torch.futures.Future[torch.Tensor]
 Messages = list[list[torch.Tensor]]
-"""The tensors of each rank, by rank."""
+"""Tensors of each rank, by rank."""
 
 
 class GradientHook(ABC):
@@ -36,10 +35,7 @@ class GradientHook(ABC):
         self._steps = self._sent_bytes = self._dense_bytes = 0
 
     def register(self, model: DistributedDataParallel) -> None:
-        """Reduce the gradients of a model from now on; once for each hook, before the first backward pass.
-
-        The bytes go through the model's ``process_group``. A hook that has a model already raises `BadInput`.
-        """
+        """Reduce a model's gradients from now on, in its ``process_group``; once, before the first backward pass."""
         if self._group is not None:
             raise BadInput("this hook reduces the gradients of another model; make another one")
         self._names, self._group = register(model, self._reduce), model.process_group
@@ -74,19 +70,12 @@ class GradientHook(ABC):
 
     def rank_state(self) -> RankState:
         """See `CommunicationState`."""
-        return RankState({}, self._counts())
+        return RankState({}, {"steps": self._steps, "sent_bytes": self._sent_bytes, "dense_bytes": self._dense_bytes})
 
     def load_rank_state(self, state: RankState) -> None:
         """See `CommunicationState`. The bytes are counted on."""
-        self._load_counts(state.scalars)
-
-    def _counts(self) -> dict[str, JsonValue]:
-        return {"steps": self._steps, "sent_bytes": self._sent_bytes, "dense_bytes": self._dense_bytes}
-
-    def _load_counts(self, counts: Mapping[str, JsonValue]) -> None:
-        self._steps, self._sent_bytes, self._dense_bytes = (
-            int(counts[name]) for name in ("steps", "sent_bytes", "dense_bytes")
-        )
+        counts = (int(state.scalars[name]) for name in ("steps", "sent_bytes", "dense_bytes"))
+        self._steps, self._sent_bytes, self._dense_bytes = counts
 
 
 def parts_of(parameters: Sequence[torch.Tensor]) -> list[slice]:
@@ -103,15 +92,6 @@ def register(model: DistributedDataParallel, hook: Callable[[GradBucket], Result
 
     model.register_comm_hook(None, call)
     return {parameter: name for name, parameter in model.module.named_parameters()}
-
-
-def mean_of_dense(values: torch.Tensor, group: dist.ProcessGroup) -> Result:
-    """Return the mean of a tensor over the ranks, which replaces it. Does not block."""
-    work = dist.all_reduce(values, group=group, async_op=True)
-    assert work is not None
-    world = group.size()
-    result: Result = work.get_future().then(lambda done: done.value()[0].div_(world))
-    return result
 
 
 def mean_of_sparse(values: torch.Tensor, group: dist.ProcessGroup) -> Result:
@@ -164,13 +144,10 @@ def gathered(
 
 def message_bytes(share: Sequence[torch.Tensor]) -> int:
     """Return the bytes of the message in which `gathered` sends tensors."""
-    return sum(one.nbytes + -one.nbytes % _WORD for one in share)
-
-
-_WORD = 8
-"""Each tensor of a message begins at a multiple of so many bytes, as views of its dtype need."""
+    return sum(one.nbytes + -one.nbytes % 8 for one in share)
 
 
 def _as_bytes(values: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, padded to a multiple of 8: the next one begins where a view of its dtype can."""
     flat = values.contiguous().view(-1).view(torch.uint8)
-    return torch.nn.functional.pad(flat, (0, -len(flat) % _WORD))
+    return torch.nn.functional.pad(flat, (0, -len(flat) % 8))

@@ -23,14 +23,9 @@ _BACKEND = "cnr_metered"
 class Traffic:
     """What one kind of collective moved, seen from one rank, in ``calls`` of it.
 
-    Attributes
-    ----------
-    pushed_bytes
-        Bytes of the tensors that this rank gave to it for others: a gradient before it is reduced, the own share of a
-        gather, all but the own chunk of an all-to-all.
-    received_bytes
-        Bytes that a rank receives: the shares of the others. Of an all-reduce of n bytes and a reduce-scatter, what the
-        ring algorithm moves: 2 n (W - 1) / W and n (W - 1) / W.
+    ``pushed_bytes``: of the tensors that this rank gave to it for others: a gradient before it is reduced, the own
+    share of a gather, all but the own chunk of an all-to-all. ``received_bytes``: of the shares of the others; of an
+    all-reduce of n bytes and a reduce-scatter, what the ring algorithm moves: 2 n (W - 1) / W and n (W - 1) / W.
     """
 
     calls: int = 0
@@ -41,17 +36,13 @@ class Traffic:
 class Meter:
     """Counts what the groups that it makes send and receive, by kind of collective.
 
+    ``by_collective``: the traffic since the start or the last `reset`, by name of the collective. ``name``: of these
+    counts in checkpoints; as an item of ``CheckpointManager(communication=)`` the meter goes on counting.
+
     Examples
     --------
     On every rank: ``meter = Meter()``, ``model = DistributedDataParallel(module, process_group=meter.group())``.
     Functions of ``torch.distributed`` are counted with ``group=`` of that group.
-
-    Attributes
-    ----------
-    name
-        Of its counts in checkpoints: as an item of ``CheckpointManager(communication=)`` it goes on counting.
-    by_collective
-        The traffic since the start or the last `reset`, by name of the collective.
     """
 
     def __init__(self, *, name: str = "meter") -> None:
@@ -107,14 +98,11 @@ class Meter:
 def _bytes(tensors: torch.Tensor | Iterable[Any]) -> int:
     """Bytes of the elements of a tensor, or of all tensors in nested lists; of a sparse one its indices and values."""
     if not isinstance(tensors, torch.Tensor):
-        return sum(_bytes(one) for one in tensors)
-    if tensors.layout is torch.sparse_coo:
-        return _bytes([tensors._indices(), tensors._values()])
-    return tensors.numel() * tensors.element_size()
+        return sum(map(_bytes, tensors))
+    return _bytes([tensors._indices(), tensors._values()]) if tensors.layout is torch.sparse_coo else tensors.nbytes
 
 
-Sizes = tuple[int, int]
-_COUNTED: dict[str, tuple[str, int, Callable[[int, int, bool], Sizes]]] = {
+_COUNTED: dict[str, tuple[str, int, Callable[[int, int, bool], tuple[int, int]]]] = {
     name: (collective, argument, sizes)
     for collective, argument, sizes, names in [
         ("all_reduce", 0, lambda own, world, _: (own, 2 * own * (world - 1) // world), "allreduce allreduce_coalesced"),

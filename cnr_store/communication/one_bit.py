@@ -8,13 +8,14 @@ value instead of the 64 of an all-reduce in float32. The new error is what was t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 
 from cnr_store.communication.state import chunk
 from cnr_store.errors import BadShape
@@ -54,64 +55,56 @@ class OneBitLayout:
         ]
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of the message about one chunk: its scales, then its bits; a multiple of 4."""
-        return self._scale_bytes + self._bit_bytes
-
-    @property
     def sent_bytes(self) -> int:
         """Bytes that a rank gives to others in one mean: foreign chunks of its vector, and its chunk of the mean."""
-        return self.world * self.row_bytes if self.world > 1 else 0
+        return self.world * 4 * (self._num_scales + self._bit_words) if self.world > 1 else 0
 
     @cached_property
-    def _scale_bytes(self) -> int:
-        return 4 * max(1, *(len(pieces) for pieces in self.pieces))
+    def _num_scales(self) -> int:
+        return max(1, *(len(pieces) for pieces in self.pieces))
 
-    @cached_property
-    def _bit_bytes(self) -> int:
-        return math.ceil(self.spans[0][1] / 32) * 4
+    @property
+    def _bit_words(self) -> int:
+        return math.ceil(self.spans[0][1] / 32)
 
     def encode(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what a rank sends of its vector, and what is not sent.
 
-        ``values``: ``(num_values,)`` float32, the error added. The messages are ``(world, row_bytes)`` uint8, a row for
-        each rank, about its chunk; the new error is ``values`` minus what they mean.
+        ``values``: ``(num_values,)`` float32, the error added. The messages are uint8, a row for each rank, about its
+        chunk: its scales, then its bits, a multiple of 4 bytes. The new error is ``values`` minus what they mean.
         """
-        scales = _scales(values, self.sizes)
-        messages = torch.stack(
-            [
-                self._message(scales[[tensor for tensor, _ in pieces]], values[start:stop])
-                for pieces, (start, stop) in zip(self.pieces, self.spans, strict=True)
-            ]
-        )
-        return messages, values - self.join(messages)
+        scales, messages = _scales(values, self.sizes), []
+        for pieces, (start, stop) in zip(self.pieces, self.spans, strict=True):
+            found = [scales[tensor] for tensor, _ in pieces]
+            messages.append(self._message(torch.stack(found) if found else scales[:0], values[start:stop]))
+        return torch.stack(messages), values - self.join(messages)
 
     def encode_chunk(self, values: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what a rank sends of the mean of its chunk, ``(row_bytes,)`` uint8, and what is not sent."""
+        """Return what a rank sends of the mean of its chunk, a message like those of `encode`, and what is not sent."""
         message = self._message(_scales(values, [count for _, count in self.pieces[rank]]), values)
         return message, values - self.decode(message, rank)
 
     def _message(self, scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        bits = pack_signs(_padded(values >= 0, 8 * self._bit_bytes))
-        return torch.cat([_padded(scales, self._scale_bytes // 4).view(torch.uint8), bits])
+        bits = pack_signs(pad(values >= 0, (0, 32 * self._bit_words - len(values))))
+        return torch.cat([pad(scales, (0, self._num_scales - len(scales))).view(torch.uint8), bits])
 
     def decode(self, message: torch.Tensor, rank: int) -> torch.Tensor:
         """Return the values, float32, that a message about the chunk of ``rank`` means."""
         counts = [count for _, count in self.pieces[rank]]
-        scales = message[: self._scale_bytes].view(torch.float32)
-        values = unpack_signs(message[self._scale_bytes :])[: sum(counts)]
-        for number, part in enumerate(values.split(counts)):
-            part.mul_(scales[number])
+        scales = message[: 4 * self._num_scales].view(torch.float32)
+        values = unpack_signs(message[4 * self._num_scales :])[: sum(counts)]
+        for scale, part in zip(scales, values.split(counts), strict=False):
+            part.mul_(scale)
         return values
 
     def mean(self, messages: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return the mean of what the messages of all ranks, ``(world, row_bytes)``, mean about the chunk of a rank."""
+        """Return the mean of what the messages of all ranks, a row each, mean about the chunk of a rank."""
         total = self.decode(messages[0], rank)
         for message in messages[1:]:
             total += self.decode(message, rank)
         return total.div_(self.world)
 
-    def join(self, messages: torch.Tensor) -> torch.Tensor:
+    def join(self, messages: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return the whole vector, ``(num_values,)`` float32, from one message about each chunk."""
         return torch.cat([self.decode(message, rank) for rank, message in enumerate(messages)])
 
@@ -119,14 +112,8 @@ class OneBitLayout:
 class OneBitMean:
     """Averages a vector over the ranks of a group with one bit per value, and keeps what was not sent.
 
-    ``group``: None means the default one, or one rank alone if there is none.
-
-    Attributes
-    ----------
-    worker_error
-        ``(num_values,)`` float32: what this rank has not sent of its vectors.
-    server_error
-        float32: what this rank has not sent of the means of its chunk.
+    ``group``: None means the default one, or one rank alone if there is none. ``worker_error``, ``(num_values,)``
+    float32: what this rank has not sent of its vectors. ``server_error``, float32: the same of the means of its chunk.
     """
 
     def __init__(
@@ -149,20 +136,13 @@ class OneBitMean:
             messages = received
         own = layout.mean(messages, self.rank) + self.server_error
         answer, self.server_error = layout.encode_chunk(own, self.rank)
-        answers = [answer]
+        answers = [torch.empty_like(answer) for _ in range(self.world)] if self.world > 1 else [answer]
         if self.world > 1:
-            answers = [torch.empty_like(answer) for _ in range(self.world)]
             dist.all_gather(answers, answer, group=self._group)
-        return layout.join(torch.stack(answers))
+        return layout.join(answers)
 
     def put_error(self, name: str, error: torch.Tensor) -> None:
-        """Take over ``worker_error`` or ``server_error``, as this attribute was on the same rank of as many.
-
-        Raises
-        ------
-        BadShape
-            It belongs to another rank or number of ranks.
-        """
+        """Take over ``worker_error`` or ``server_error``; that of another rank or number of ranks raises `BadShape`."""
         held: torch.Tensor = getattr(self, name)
         if held.shape != error.shape:
             raise BadShape(
@@ -200,11 +180,6 @@ def _signs_of_bytes(device: torch.device) -> torch.Tensor:
 
 def _scales(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     """Return of each tensor the root mean square of its values, ``(tensors,)``; 0 for an empty one."""
-    scales = values.new_zeros(len(counts))
-    for number, part in enumerate(values.split(list(counts))):
-        scales[number] = torch.linalg.vector_norm(part) / math.sqrt(max(len(part), 1))
-    return scales
-
-
-def _padded(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    return torch.nn.functional.pad(tensor, (0, size - len(tensor)))
+    parts = values.split(list(counts))
+    scales = [torch.linalg.vector_norm(part) / math.sqrt(max(len(part), 1)) for part in parts]
+    return torch.stack(scales) if scales else values[:0]

@@ -35,28 +35,20 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     Parameters
     ----------
-    params
-        As of any torch optimizer. All ranks have the same ones, in the same order, with the same weights. A parameter
-        without a gradient counts as one with a gradient of zeros.
-    lr, betas, eps, weight_decay
-        As of ``torch.optim.Adam``; ``eps`` must be above 0.
+    params, lr, betas, eps, weight_decay
+        As of ``torch.optim.Adam``; ``eps`` must be above 0. All ranks have the same parameters, in the same order, with
+        the same weights. One without a gradient counts as one with a gradient of zeros.
     warmup_steps
         How many steps are dense, at least 1; 15 to 25 % of all steps is usual.
     floor
         The least variance after the freeze, as a share of its tensor's mean. Without it near-dead elements explode.
     untouched
         Parameter to bool mask in its shape: elements to hold after the freeze beside those without variance.
-    group
-        The process group; None means the default one, or one rank alone if there is none.
-    name
-        Of its state in checkpoints, ``one_bit_adam`` or ``one_bit_lamb`` if not given; two of one training differ.
+    group, name
+        The process group; None means the default one, or one rank alone if there is none. The name of its state in
+        checkpoints, ``one_bit_adam`` or ``one_bit_lamb`` if not given; two of one training differ.
     options
-        Those of the optimizer.
-
-    Raises
-    ------
-    BadInput
-        A value out of range.
+        Those of the optimizer. A value out of range raises `BadInput`, an unknown name ``TypeError``.
     """
 
     _name: ClassVar[str]
@@ -117,10 +109,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """Take one step. Blocks; all ranks call it. A sparse gradient raises `BadInput`."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        if self.is_frozen:
-            self._compressed_step()
-        else:
-            self._dense_step()
+        (self._compressed_step if self.is_frozen else self._dense_step)()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,19 +128,17 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     def rank_state(self) -> RankState:
         """Return this rank's errors, for ``CheckpointManager(communication=[...])``; the rest is on all ranks alike."""
-        if not self.is_frozen:
-            return RankState({}, {"values": self._num_values()})
-        mean = self._averaging()
-        tensors = {
-            "worker_error": StateTensor(mean.worker_error, "mean"),
-            "server_error": StateTensor(mean.server_error, "concatenate"),
-        }
+        tensors = {}
+        if self.is_frozen:
+            mean = self._averaging()
+            tensors["worker_error"] = StateTensor(mean.worker_error, "mean")
+            tensors["server_error"] = StateTensor(mean.server_error, "concatenate")
         return RankState(tensors, {"values": self._num_values()})
 
     def load_rank_state(self, state: RankState) -> None:
-        """Take over the errors of `rank_state`; the optimizer's other state may be loaded before or after.
+        """Take over the errors of `rank_state`, before or after the optimizer's other state.
 
-        Errors of other parameters raise `BadInput`, and nothing was changed.
+        Those of other parameters raise `BadInput`, and change nothing.
         """
         values, found = self._num_values(), state.scalars["values"]
         if found != values:
@@ -173,17 +160,14 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._mean = None
         self._loaded = {name: error.clone() for name, error in errors.items()}
 
-    # ---- the two kinds of steps
-
     def _dense_step(self) -> None:
         self._count(4 * self._num_values())
         steps = 0
         for (group, parameter), mean in zip(self._parameters(), self._mean_gradients(), strict=True):
             state = self.state[parameter]
             if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
+                zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                state.update({"step": torch.zeros((), dtype=torch.float32), **zeros})
             state["step"] += 1
             steps = int(state["step"].item())
             beta, gradient = group["betas"][1], self._decayed(parameter, mean, group)
@@ -196,16 +180,13 @@ class OneBitOptimizer(torch.optim.Optimizer):
     def _compressed_step(self) -> None:
         mean = self._averaging()
         self._count(mean.layout.sent_bytes)
-        momenta = [self._momentum(parameter, group) for group, parameter in self._parameters()]
-        parts = [
-            momentum.reshape(-1) if touched is None else momentum.reshape(-1)[touched]
-            for momentum, touched in zip(momenta, self._touched, strict=True)
-        ]
+        parts = []
+        for (group, parameter), touched in zip(self._parameters(), self._touched, strict=True):
+            momentum = self._momentum(parameter, group).reshape(-1)
+            parts.append(momentum if touched is None else momentum[touched])
         averages = mean(torch.cat([*parts, torch.empty(0, device=mean.worker_error.device)])).split([*map(len, parts)])
-        for (group, parameter), momentum, touched, average in zip(
-            self._parameters(), momenta, self._touched, averages, strict=True
-        ):
-            found = average.to(momentum.dtype)
+        for (group, parameter), touched, average in zip(self._parameters(), self._touched, averages, strict=True):
+            found = average.to(parameter.dtype)
             if touched is not None:
                 found = found.new_zeros(parameter.numel()).index_copy_(0, touched, found)
             self.state[parameter]["step"] += 1
@@ -232,8 +213,6 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._mean = None
         self._after_freeze()
 
-    # ---- what an optimizer fills in
-
     def _decayed(self, _parameter: torch.Tensor, gradient: torch.Tensor, _group: Group, /) -> torch.Tensor:
         """Return the gradient with weight decay in it, or apply that to the weight."""
         return gradient
@@ -257,8 +236,6 @@ class OneBitOptimizer(torch.optim.Optimizer):
     @abstractmethod
     def _compressed_update(self, parameter: torch.Tensor, momentum: torch.Tensor, group: Group, state: State) -> None:
         """Update state and weight by the mean momentum."""
-
-    # ---- parts of a step
 
     def _parameters(self) -> Iterator[tuple[Group, torch.Tensor]]:
         for group in self.param_groups:
@@ -292,12 +269,11 @@ class OneBitOptimizer(torch.optim.Optimizer):
         variances = [self.state[parameter]["exp_avg_sq"] for _, parameter in self._parameters()]
         stamps = [(id(variance), variance._version) for variance in variances]
         if self._mean is None or stamps != self._stamps:
-            self._stamps, self._touched = stamps, []
-            sizes = []
-            for variance in variances:
-                touched = variance.reshape(-1).nonzero().squeeze(1)
-                sizes.append(len(touched))
-                self._touched.append(None if len(touched) == variance.numel() else touched)
+            touched = [variance.reshape(-1).nonzero().squeeze(1) for variance in variances]
+            whole = [variance.numel() for variance in variances]
+            sizes = [len(one) for one in touched]
+            self._stamps = stamps
+            self._touched = [None if len(one) == size else one for one, size in zip(touched, whole, strict=True)]
             sizes = [sum(sizes)] if self._has_one_scale else sizes
             self._mean = OneBitMean(sizes, self._group, variances[0].device if variances else None)
             for name, error in self._loaded.items():

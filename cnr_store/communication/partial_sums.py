@@ -32,23 +32,17 @@ class SplitTable(nn.Module):
     num_rows, dim
         Shape of the whole matrix.
     bounds
-        ``world + 1`` ascending numbers from 0 to ``num_rows``: rank r has the rows from ``bounds[r]`` to below
-        ``bounds[r + 1]``. None: as even as possible.
+        ``world + 1`` ascending numbers from 0 to ``num_rows``, others raise `BadInput`: rank r has the rows from
+        ``bounds[r]`` to below ``bounds[r + 1]``. None: as even as possible.
     group
         The process group; None means the default one, or one rank alone if there is none.
 
     Attributes
     ----------
-    rows
-        First (inclusive) and last (exclusive) row of this rank.
-    weight
-        Parameter ``(rows, dim)``, float32 unless ``dtype`` is given, drawn from a normal distribution on every rank.
-        `CheckpointManager` saves and restores it as a part of the whole table, on any number of ranks.
-
-    Raises
-    ------
-    BadInput
-        Bounds that do not fit.
+    rows, weight
+        First (inclusive) and last (exclusive) row of this rank. Parameter ``(rows, dim)``, float32 unless ``dtype`` is
+        given, drawn from a normal distribution on every rank. `CheckpointManager` saves and restores it as a part of
+        the whole table, on any number of ranks.
     """
 
     def __init__(
@@ -78,10 +72,8 @@ class PartialSums(SplitTable):
 
     Parameters
     ----------
-    num_rows, dim, bounds, group, device, dtype
-        As of `SplitTable`.
-    sparse
-        Whether the gradient of the weight is a sparse tensor, as of ``nn.Embedding``.
+    num_rows, dim, bounds, group, device, dtype, sparse
+        As of `SplitTable`; whether the gradient of the weight is a sparse tensor, as of ``nn.Embedding``.
 
     Notes
     -----
@@ -143,24 +135,16 @@ class PartialFirstLayer(nn.Module):
     A rank has the rows of its fields and the columns of the layer's weight that they meet. It sends ``hidden`` numbers
     per sample, however many fields and rows there are.
 
-    Parameters
-    ----------
-    fields, dim, hidden
-        Number of rows of each field; numbers per row; outputs of the layer.
-    sparse, group, device, dtype
-        As of `PartialSums`.
+    ``fields``: number of rows of each. ``dim``: numbers per row. ``hidden``: outputs of the layer. The others are as of
+    `PartialSums`.
 
     Attributes
     ----------
     own_fields
         First (inclusive) and last (exclusive) field of this rank; ranks get about equally many rows.
-    table
-        `PartialSums` of all fields, one after the other.
-    columns
-        `SplitTable` ``(fields * dim, hidden)``: the transpose of the layer's weight, zero on average with the variance
-        of ``nn.Linear``.
-    bias
-        Parameter ``(hidden,)``, the same on every rank.
+    table, columns, bias
+        `PartialSums` of all fields, one after the other; `SplitTable` ``(fields * dim, hidden)``: the transpose of the
+        layer's weight, zero on average with the variance of ``nn.Linear``; parameter ``(hidden,)``, the same on all.
     """
 
     def __init__(self, fields: Sequence[int], dim: int, hidden: int, *, sparse: bool = False, **options: Any) -> None:

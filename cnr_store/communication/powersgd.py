@@ -21,14 +21,11 @@ from cnr_store.communication.state import RankState, StateTensor
 class PowerSGD(GradientHook):
     """Torch's PowerSGD hook with a state that a manager saves and restores, on the same or another number of ranks.
 
-    Gradients of ``sparse=True`` embeddings pass as the rows that they are; torch's hook refuses them.
+    Gradients of ``sparse=True`` embeddings pass as the rows that they are; torch's hook refuses them. Blocks for each
+    bucket, so that its messages do not overlap with the backward pass: torch sends the factors in callbacks, on other
+    threads, and with several buckets ranks of gloo would send them in different orders and wait for ever.
 
-    Parameters
-    ----------
-    state
-        As for ``powerSGD_hook``; ``start_powerSGD_iter`` may be 1.
-    name
-        Of its state in checkpoints.
+    ``state`` is as for ``powerSGD_hook``; ``start_powerSGD_iter`` may be 1. ``name``: of its state in checkpoints.
 
     Examples
     --------
@@ -39,8 +36,7 @@ class PowerSGD(GradientHook):
         super().__init__(name)
         self.state = state
         self._layouts: dict[int, list[torch.Tensor]] = {}
-        self._errors: dict[str, torch.Tensor] = {}
-        self._factors: dict[str, torch.Tensor] = {}
+        self._apart: dict[str, torch.Tensor] = {}
 
     def register(self, model: DistributedDataParallel) -> None:
         """See `ThresholdedGradients.register`."""
@@ -55,8 +51,8 @@ class PowerSGD(GradientHook):
     def _reduce_dense(self, bucket: GradBucket, _step: int, /) -> Result:
         parameters, number = bucket.parameters(), bucket.index()
         if [id(one) for one in self._layouts.get(number, ())] != [id(one) for one in parameters]:
-            self._take_apart()
-            self._layouts.clear()
+            self._apart |= {key: value.clone() for key, value in self._in_buckets()}
+            self._clear()
         if number not in self._layouts:
             self._layouts[number] = list(parameters)
             self._put_together(number)
@@ -65,31 +61,29 @@ class PowerSGD(GradientHook):
         found: Result = torch_hook.powerSGD_hook(self.state, bucket)
         sent = self.state.total_numel_after_compression - before if is_compressed else bucket.buffer().numel()
         self._sent_bytes += sent * bucket.buffer().itemsize
-        # Torch reduces the factors in callbacks, on other threads. With several buckets, ranks of gloo would reduce
-        # them in different orders, and wait for each other for ever.
         found.wait()
         return found
 
-    def _take_apart(self) -> None:
-        """Move torch's state of all buckets to that by parameter."""
-        self._errors |= {name: value.clone() for name, value in self._errors_held()}
-        self._factors |= {name: value.clone() for name, value in self._factors_held()}
-        for held in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
+    def _clear(self) -> None:
+        for held in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict, self._layouts):
             held.clear()
 
     def _put_together(self, number: int) -> None:
         """Make torch's state of a bucket of that by parameter, as far as all of its parameters have one."""
         parameters = self._layouts[number]
-        names = [self._names[one] for one in parameters]
-        if all(name in self._errors for name in names):
-            joined = [self._errors.pop(name).view(-1).to(one) for name, one in zip(names, parameters, strict=True)]
-            self.state.error_dict[number] = torch.cat(joined)
+        if (error := self._taken("error", parameters)) is not None:
+            self.state.error_dict[number] = error
         compressed = list(self._compressed(parameters))
-        if compressed and all(self._names[one] in self._factors for one, _ in compressed):
-            factors = [self._factors.pop(self._names[one]).view(-1).to(one) for one, _ in compressed]
-            self.state.q_memory_dict[number] = torch.cat(factors)
-            rows = sum(one.shape[0] * rank for one, rank in compressed)
-            self.state.p_memory_dict[number] = torch.empty(rows, dtype=factors[0].dtype, device=factors[0].device)
+        if (factors := self._taken("factor", [one for one, _ in compressed])) is not None:
+            self.state.q_memory_dict[number] = factors
+            self.state.p_memory_dict[number] = factors.new_empty(sum(one.shape[0] * rank for one, rank in compressed))
+
+    def _taken(self, what: str, parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Take a part of the state of all of these parameters, end to end; None if one of them or all have none."""
+        keys = [f"{self._names[one]}/{what}" for one in parameters]
+        if not keys or not self._apart.keys() >= set(keys):
+            return None
+        return torch.cat([self._apart.pop(key).view(-1).to(one) for key, one in zip(keys, parameters, strict=True)])
 
     def _compressed(self, parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, int]]:
         """The parameters of a bucket that torch compresses, and their ranks, by shape as their factors are."""
@@ -103,41 +97,31 @@ class PowerSGD(GradientHook):
         for same in by_shape.values():
             yield from same
 
-    def _errors_held(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _in_buckets(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parts of torch's state, by parameter: views."""
         for number, error in self.state.error_dict.items():
             parameters = self._layouts[number]
             for one, part in zip(parameters, error.split([one.numel() for one in parameters]), strict=True):
-                yield self._names[one], part
-
-    def _factors_held(self) -> Iterator[tuple[str, torch.Tensor]]:
+                yield f"{self._names[one]}/error", part
         for number, factors in self.state.q_memory_dict.items():
             compressed = list(self._compressed(self._layouts[number]))
             sizes = [one.numel() // one.shape[0] * rank for one, rank in compressed]
             for (one, _), part in zip(compressed, factors.split(sizes), strict=True):
-                yield self._names[one], part
+                yield f"{self._names[one]}/factor", part
 
     def rank_state(self) -> RankState:
         """See `CommunicationState`. Errors are each rank's own, factors and the generator are the same on all."""
-        errors = self._errors | dict(self._errors_held())
-        factors = self._factors | dict(self._factors_held())
-        tensors = {f"{name}/error": StateTensor(value, "mean") for name, value in errors.items()}
-        tensors |= {f"{name}/factor": StateTensor(value, "same") for name, value in factors.items()}
         _, words, position, *_ = self.state.rng.get_state()
-        tensors["generator"] = StateTensor(torch.from_numpy(np.asarray(words).astype(np.int64)), "same")
-        return RankState(tensors, {**self._counts(), "iteration": self.state.iter, "position": int(position)})
+        parts = self._apart | dict(self._in_buckets()) | {"generator": torch.from_numpy(np.asarray(words, np.int64))}
+        tensors = {key: StateTensor(part, "mean" if key.endswith("/error") else "same") for key, part in parts.items()}
+        counts = super().rank_state().scalars
+        return RankState(tensors, {**counts, "iteration": self.state.iter, "position": int(position)})
 
     def load_rank_state(self, state: RankState) -> None:
         """See `CommunicationState`. The hook goes on with the model that it is registered with."""
-        for held in (self.state.error_dict, self.state.p_memory_dict, self.state.q_memory_dict):
-            held.clear()
-        self._layouts.clear()
-        self._errors, self._factors = {}, {}
-        for key, tensor in state.tensors.items():
-            name, _, what = key.rpartition("/")
-            if what == "generator":
-                words = tensor.value.numpy().astype(np.uint32)
-                self.state.rng.set_state(("MT19937", words, int(state.scalars["position"]), 0, 0.0))
-            else:
-                (self._errors if what == "error" else self._factors)[name] = tensor.value.clone()
-        self._load_counts(state.scalars)
+        super().load_rank_state(state)
+        self._clear()
+        self._apart = {key: one.value.clone() for key, one in state.tensors.items()}
+        words = self._apart.pop("generator").numpy().astype(np.uint32)
+        self.state.rng.set_state(("MT19937", words, int(state.scalars["position"]), 0, 0.0))
         self.state.iter = int(state.scalars["iteration"])

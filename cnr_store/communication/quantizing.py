@@ -74,10 +74,9 @@ class QuantizedGradients(GradientHook):
     ----------
     levels
         Levels on each side of 0, at first. More cost more bits and add less noise.
-    seed
-        Of the rounding; with the rank and the step it gives the draws, so that a resumed run draws the same.
-    name
-        Of its state in checkpoints.
+    seed, name
+        Of the rounding: with the rank and the step it gives the draws, so that a resumed run draws the same; of its
+        state in checkpoints.
 
     Examples
     --------
@@ -96,7 +95,8 @@ class QuantizedGradients(GradientHook):
         mean = torch.tensor([loss], dtype=torch.float64, device=device)
         dist.all_reduce(mean, group=self._ranks)
         found = float(mean) / self._ranks.size()
-        self._first_loss = self._first_loss or found
+        if not self._first_loss and 0 < found < math.inf:
+            self._first_loss = found
         self.levels = levels_for(found, self._first_loss, self._first_levels)
         return self.levels
 
@@ -118,11 +118,11 @@ class QuantizedGradients(GradientHook):
 
     def rank_state(self) -> RankState:
         """See `CommunicationState`."""
-        return RankState({}, {**self._counts(), "levels": self.levels, "first_loss": self._first_loss})
+        return RankState({}, {**super().rank_state().scalars, "levels": self.levels, "first_loss": self._first_loss})
 
     def load_rank_state(self, state: RankState) -> None:
         """See `CommunicationState`."""
-        self._load_counts(state.scalars)
+        super().load_rank_state(state)
         self.levels, self._first_loss = int(state.scalars["levels"]), float(state.scalars["first_loss"])
 
 

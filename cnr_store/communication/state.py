@@ -37,13 +37,9 @@ class StateTensor:
 class RankState:
     """The state of one rank.
 
-    Attributes
-    ----------
-    tensors
-        By name; all ranks have the same names, rules and dtypes, and but for ``concatenate`` the same shapes. Name one
-        by its parameter, never by a bucket of DDP: buckets change.
-    scalars
-        Plain JSON, at most 64 kB: counters, schedules. On another number of ranks all get those of rank 0.
+    ``tensors``, by name: all ranks have the same names, rules and dtypes, and but for ``concatenate`` the same shapes.
+    Name one by its parameter, never by a bucket of DDP: buckets change. ``scalars``: plain JSON, at most 64 kB, such as
+    counters and schedules. On another number of ranks all get those of rank 0.
     """
 
     tensors: Mapping[str, StateTensor]
@@ -64,10 +60,7 @@ class CommunicationState(Protocol):
     def load_rank_state(self, state: RankState) -> None:
         """Take over a state of `rank_state`, copying its tensors, also before the first step.
 
-        Raises
-        ------
-        BadInput
-            It is the state of other parameters or settings; nothing was changed.
+        The state of other parameters or settings raises `BadInput`, and changes nothing.
         """
 
 
@@ -90,14 +83,8 @@ def reshard(states: Sequence[RankState], rank: int, world: int) -> RankState:
     """Return the state of one of ``world`` ranks, made of the states of all ranks that saved, by the tensors' rules.
 
     On as many ranks it is the saved one itself. Tensors are looked up one by one, so ``tensors`` may read them lazily.
-    Means are computed in float64 and rounded once.
-
-    Raises
-    ------
-    BadInput
-        There is no such rank.
-    CorruptStore
-        The saved ranks do not have the same tensors.
+    Means are computed in float64 and rounded once. A rank that does not exist raises `BadInput`, different tensors of
+    the ranks that saved `CorruptStore`.
     """
     if not states or not 0 <= rank < world:
         raise BadInput(f"rank {rank} of {world} cannot get the state of {len(states)} ranks", found=rank)
@@ -106,28 +93,21 @@ def reshard(states: Sequence[RankState], rank: int, world: int) -> RankState:
     first = states[0]
     for number, other in enumerate(states):
         if other.tensors.keys() != first.tensors.keys():
+            expected, found = sorted(first.tensors), sorted(other.tensors)
             raise CorruptStore(
-                f"rank {number} saved communication state {sorted(other.tensors)}, rank 0 {sorted(first.tensors)}; "
-                "restore another version",
-                expected=sorted(first.tensors), found=sorted(other.tensors),
+                f"rank {number} saved communication state {found}, rank 0 {expected}; restore another version",
+                expected=expected, found=found,
             )  # fmt: skip
     tensors = {}
-    for name in first.tensors:
-        held = first.tensors[name]
-        tensors[name] = StateTensor(_resharded(states, name, held, rank, world), held.rule)
-    return RankState(tensors, first.scalars)
-
-
-def _resharded(states: Sequence[RankState], name: str, first: StateTensor, rank: int, world: int) -> torch.Tensor:
-    match first.rule:
-        case "same":
-            return first.value
-        case "concatenate":
+    for name, held in first.tensors.items():
+        value = held.value
+        if held.rule == "concatenate":
             whole = torch.cat([state.tensors[name].value.flatten() for state in states])
-            start, stop = chunk(len(whole), rank, world)
-            return whole[start:stop]
-        case "mean":
-            return _mean(states, name, _group(len(states), rank, world))
+            value = whole[slice(*chunk(len(whole), rank, world))]
+        elif held.rule == "mean":
+            value = _mean(states, name, _group(len(states), rank, world))
+        tensors[name] = StateTensor(value, held.rule)
+    return RankState(tensors, first.scalars)
 
 
 def _group(saved: int, rank: int, world: int) -> range:

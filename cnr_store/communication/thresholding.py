@@ -12,8 +12,9 @@ from typing import Literal
 
 import torch
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from cnr_store.communication.hooks import GradientHook, Messages, Result, mean_of_dense, parts_of
+from cnr_store.communication.hooks import GradientHook, Messages, Result, parts_of
 from cnr_store.communication.state import RankState, StateTensor
 from cnr_store.errors import BadInput
 from cnr_store.runtime.arguments import checked_choice, checked_count, checked_number
@@ -44,15 +45,13 @@ class ThresholdReport:
     residual_norms: Mapping[str, float]
 
 
+@dataclass(slots=True)
 class _Held:
     """What a rank holds back of one parameter: fp32 residual (n + 1,), of which the last is always 0; its threshold."""
 
-    __slots__ = ("residual", "sent", "threshold")
-
-    def __init__(self, parameter: torch.Tensor) -> None:
-        self.residual = torch.zeros(parameter.numel() + 1, device=parameter.device)
-        self.threshold = torch.zeros((), device=parameter.device)
-        self.sent = torch.zeros((), dtype=torch.int64, device=parameter.device)
+    residual: torch.Tensor
+    threshold: torch.Tensor
+    sent: torch.Tensor
 
 
 def kept_values(length: int, keep: float) -> int:
@@ -66,16 +65,9 @@ def take_above(
     """Take the first ``count`` values of at least the threshold out of a residual; returns indices, values, threshold.
 
     No synchronisation with a device. Where fewer values cross, the rest of ``count`` is the last index with value 0.
-
-    Parameters
-    ----------
-    residual
-        float32 (n + 1,), the last one 0; the values taken become 0 in it. NaN and Inf cross every threshold.
-    threshold
-        float32 (), for the next step renewed from what crossed: by at most a third less or half more. One that is 0 or
-        not finite begins at the largest value.
-    renew
-        Choose it anew: the ``count``-th largest value.
+    ``residual`` is float32 (n + 1,), the last one 0; the values taken become 0 in it. NaN and Inf cross every
+    threshold. ``threshold`` is float32 (), for the next step renewed from what crossed: by at most a third less or half
+    more; one that is 0 or not finite begins at the largest value. ``renew`` chooses the ``count``-th largest value.
     """
     sizes = residual[:-1].abs()
     if renew:
@@ -106,21 +98,14 @@ class ThresholdedGradients(GradientHook):
     ----------
     keep
         Share of the values that are sent in a step, above 0 and below 1: 0.005 is 100 times fewer bytes.
-    refresh_every
-        Steps from one choice of thresholds by order statistics to the next.
-    warmup
-        First steps, in which everything is averaged whole.
+    refresh_every, warmup
+        Steps from one choice of thresholds by order statistics to the next; first steps, averaged whole.
     values
         ``float32`` (8 bytes per value with its index) or ``float16`` (6, and 2 per value of a parameter that is
         averaged whole); what rounding takes is held back too.
-    error_feedback
-        False forgets what was not sent: for measurements of how much that costs.
-    name
-        Of its state in checkpoints; two hooks of one training need different names.
-
-    Raises
-    ------
-    BadInput
+    error_feedback, name
+        False forgets what was not sent: for measurements of how much that costs. The name of its state in checkpoints;
+        two hooks of one training need different ones.
 
     Examples
     --------
@@ -147,13 +132,12 @@ class ThresholdedGradients(GradientHook):
         self._dtype = getattr(torch, checked_choice("values", values, ("float32", "float16")))
         self._error_feedback = error_feedback
         self._held: dict[str, _Held] = {}
-        self._loaded: dict[str, dict[str, torch.Tensor]] = {}
 
     def _reduce_dense(self, bucket: GradBucket, step: int, /) -> Result:
         buffer, parameters = bucket.buffer(), bucket.parameters()
         if step < self._warmup:
             self._sent_bytes += buffer.nbytes
-            return mean_of_dense(buffer, self._ranks)
+            return allreduce_hook(self._ranks, bucket)
         renew = (step - self._warmup) % self._refresh_every == 0
         whole: list[slice] = []
         small, indices, values = [], [buffer[:0]], [buffer[:0]]
@@ -166,10 +150,8 @@ class ThresholdedGradients(GradientHook):
                 indices.append(at.add_(part.start))
                 values.append(sent)
         index_dtype = torch.int32 if len(buffer) < 2**31 else torch.int64
-        sent_whole, sent_at = torch.cat(small or [buffer[:0]]), torch.cat(indices).to(index_dtype)
-        return self._share(
-            [sent_whole, sent_at, torch.cat(values).to(self._dtype)], lambda messages: _mean(buffer, whole, messages)
-        )
+        share = torch.cat(small or [buffer[:0]]), torch.cat(indices).to(index_dtype), torch.cat(values).to(self._dtype)
+        return self._share(share, lambda messages: _mean(buffer, whole, messages))
 
     def _take(self, held: _Held, gradient: torch.Tensor, *, renew: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Add a gradient to what is held back, and take out what is sent now: indices, values."""
@@ -195,51 +177,47 @@ class ThresholdedGradients(GradientHook):
         return sent
 
     def _of(self, parameter: torch.Tensor) -> _Held:
-        name = self._names[parameter]
-        if name not in self._held:
-            self._held[name] = held = _Held(parameter)
-            if (loaded := self._loaded.pop(name, None)) is not None:
-                held.residual[:-1].copy_(loaded["residual"].view(-1))
-                held.threshold = loaded["threshold"].to(held.residual.device).view(())
-        return self._held[name]
+        name, device = self._names[parameter], parameter.device
+        held = self._held.get(name) or _held(torch.zeros(parameter.numel()), torch.zeros(()))
+        if name not in self._held or held.sent.device != device:
+            self._held[name] = held = _Held(held.residual.to(device), held.threshold.to(device), held.sent.to(device))
+        return held
 
     @property
     def report(self) -> ThresholdReport:
         """What was sent, and what is held back. Waits for the device."""
-        return ThresholdReport(
-            self._steps,
-            sum(int(held.sent) for held in self._held.values()),
-            self._sent_bytes,
-            self._dense_bytes,
-            {name: float(held.threshold) for name, held in self._held.items()},
-            {name: float(held.residual.norm()) for name, held in self._held.items()},
-        )
+        sent = sum(int(held.sent) for held in self._held.values())
+        thresholds = {name: float(held.threshold) for name, held in self._held.items()}
+        norms = {name: float(held.residual.norm()) for name, held in self._held.items()}
+        return ThresholdReport(self._steps, sent, self._sent_bytes, self._dense_bytes, thresholds, norms)
 
     def rank_state(self) -> RankState:
         """See `CommunicationState`."""
-        held = {name: {"residual": one.residual[:-1], "threshold": one.threshold} for name, one in self._held.items()}
-        tensors = {
-            f"{name}/{what}": StateTensor(value, "mean")
-            for name, parts in (held | self._loaded).items()
-            for what, value in parts.items()
-        }
-        return RankState(tensors, self._counts())
+        tensors = {}
+        for name, held in self._held.items():
+            tensors[f"{name}/residual"] = StateTensor(held.residual[:-1], "mean")
+            tensors[f"{name}/threshold"] = StateTensor(held.threshold, "mean")
+        return RankState(tensors, super().rank_state().scalars)
 
     def load_rank_state(self, state: RankState) -> None:
         """See `CommunicationState`. The bytes are counted on."""
-        loaded: dict[str, dict[str, torch.Tensor]] = {}
-        for key, tensor in state.tensors.items():
-            name, _, what = key.rpartition("/")
-            loaded.setdefault(name, {})[what] = tensor.value.clone()
-        for parameter, name in self._names.items():
-            found = loaded.get(name, {}).get("residual")
-            if found is not None and found.numel() != parameter.numel():
+        values = {key: one.value for key, one in state.tensors.items()}
+        residuals = {key.removesuffix("/residual"): one for key, one in values.items() if key.endswith("/residual")}
+        sizes = {name: parameter.numel() for parameter, name in self._names.items()}
+        for name, residual in residuals.items():
+            if (found := residual.numel()) != (size := sizes.get(name, found)):
                 raise BadInput(
-                    f"the saved residual of {name!r} has {found.numel()} values, the parameter {parameter.numel()}",
-                    expected=parameter.numel(), found=found.numel(),
-                )  # fmt: skip
-        self._load_counts(state.scalars)
-        self._held, self._loaded = {}, loaded
+                    f"the saved residual of {name!r} has {found} values, the parameter {size}",
+                    expected=size,
+                    found=found,
+                )
+        super().load_rank_state(state)
+        self._held = {name: _held(one, values[f"{name}/threshold"]) for name, one in residuals.items()}
+
+
+def _held(residual: torch.Tensor, threshold: torch.Tensor) -> _Held:
+    padded = torch.nn.functional.pad(residual.view(-1), (0, 1))  # a copy
+    return _Held(padded, threshold.clone().view(()), torch.zeros((), dtype=torch.int64))
 
 
 def _halved(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,14 +26,12 @@ class TopKActivations(nn.Module):
     Parameters
     ----------
     keep
-        Share of the values of a row that is sent, above 0 and at most 1; at least one value is sent.
+        Share of the values of a row that is sent, above 0 and at most 1; at least one value. Others raise `BadInput`.
     backward
         What of the gradient is sent back: ``"own"``, its own largest values; ``"mask"``, its values where forward sent
         some (as published: neurons that are not sent do not learn, and more of them die); ``"whole"``, all of it.
-    dtype
-        The type of values on the wire; gradients have it too.
-    group
-        The process group of `exchange`; None means the default one.
+    dtype, group
+        The type of values and gradients on the wire. The process group of `exchange`; None means the default one.
 
     Notes
     -----
@@ -45,11 +43,6 @@ class TopKActivations(nn.Module):
 
     >>> TopKActivations(keep=0.5)(torch.tensor([[1.0, -3.0, 0.5, 2.0]]))
     tensor([[ 0., -3.,  0.,  2.]])
-
-    Raises
-    ------
-    BadInput
-        A value out of range.
     """
 
     def __init__(
@@ -66,7 +59,7 @@ class TopKActivations(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return ``rows`` ``(batch, width)`` as the other side of a cut would get them; nothing communicates."""
-        return self._cut(rows, _stay, _stay)
+        return self._cut(rows, lambda message: message, lambda message: message)
 
     def exchange(self, rows: torch.Tensor, to: Sequence[int], source: Sequence[int]) -> torch.Tensor:
         """Send rows to all ranks and return theirs: an all-to-all, as of pooled embeddings. Blocks; all ranks call it.
@@ -74,15 +67,13 @@ class TopKActivations(nn.Module):
         Two stages of a pipeline are a group of two: the first one sends all rows and calls ``backward()`` of the sum of
         the nothing that it gets; the second one sends no rows, of a tensor that requires a gradient.
 
-        ``rows``: ``(sum(to), width)``, by rank that they go to. ``to``, ``source``: how many rows go to each rank, and
-        come from each. The result is ``(sum(source), width)``, by rank; its backward is an all-to-all the other way.
-        Another number of rows raises `BadShape`.
+        ``rows``: ``(sum(to), width)``, by rank that they go to; another number raises `BadShape`. ``to``, ``source``:
+        how many rows go to each rank, and come from each. The result is ``(sum(source), width)``, by rank; its backward
+        is an all-to-all the other way.
         """
         if len(rows) != sum(to):
             raise BadShape(f"expected {sum(to)} rows, found {len(rows)}", expected=sum(to), found=len(rows))
         return self._cut(rows, self._all_to_all(to, source), self._all_to_all(source, to))
-
-    # ---- messages
 
     def num_kept(self, width: int) -> int:
         """Return how many values of a row are sent."""
@@ -108,23 +99,17 @@ class TopKActivations(nn.Module):
 
     def gradient_message(self, gradient: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return what is sent back of a gradient, uint8; ``positions`` are those that came with the activations."""
-        match self.backward_mode:
-            case "own":
-                return self.encode(gradient)[0]
-            case "mask":
-                return _viewed(gradient.gather(1, positions).to(self.dtype), torch.uint8)
-            case "whole":
-                return _viewed(gradient.to(self.dtype), torch.uint8)
+        if self.backward_mode == "own":
+            return self.encode(gradient)[0]
+        sent = gradient.gather(1, positions) if self.backward_mode == "mask" else gradient
+        return _viewed(sent.to(self.dtype), torch.uint8)
 
     def gradient_of(self, message: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
         """Return the gradient that a message means; ``positions`` are those that were sent."""
-        match self.backward_mode:
-            case "own":
-                return self.decode(message, width)[0]
-            case "mask":
-                return _spread(_viewed(message, self.dtype).float(), positions, width)
-            case "whole":
-                return _viewed(message, self.dtype).float()
+        if self.backward_mode == "own":
+            return self.decode(message, width)[0]
+        sent = _viewed(message, self.dtype).float()
+        return _spread(sent, positions, width) if self.backward_mode == "mask" else sent
 
     def _cut(self, rows: torch.Tensor, there: Move, back: Move) -> torch.Tensor:
         received: torch.Tensor = _Cut.apply(rows, self, there, back)  # type: ignore[no-untyped-call]
@@ -155,10 +140,6 @@ class _Cut(torch.autograd.Function):
         sent, positions = ctx.saved_tensors
         message = ctx.back(ctx.layer.gradient_message(gradient.float(), positions))
         return ctx.layer.gradient_of(message, sent, ctx.width).to(gradient.dtype), None, None, None
-
-
-def _stay(message: torch.Tensor) -> torch.Tensor:
-    return message
 
 
 def _viewed(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -85,6 +85,18 @@ def test_levels_out_of_range_are_refused(levels: int) -> None:
         QuantizedGradients(levels=levels)
 
 
+def levels_after(losses: list[float]) -> list[Any]:
+    """The levels after each reported loss, and the first loss that is saved."""
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    hook = QuantizedGradients()
+    hook.register(model)
+    return [*(hook.report_loss(loss) for loss in losses), hook.rank_state().scalars["first_loss"]]
+
+
+def test_levels_follow_the_first_loss_that_is_a_number(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, levels_after, [float("nan"), 8.0, 2.0, 0.5, 4.0]) == [[2, 2, 4, 8, 3, 8.0]] * 2
+
+
 def test_a_loss_before_the_hook_has_a_model_is_refused() -> None:
     with pytest.raises(BadInput, match="register"):
         QuantizedGradients().report_loss(1.0)

@@ -180,6 +180,20 @@ def test_vectors_go_whole_in_the_type_of_the_values(run_ranks: RunRanks) -> None
     assert run_ranks(2, bytes_of_a_norm, "float16") == [[256, 512]] * 2
 
 
+def gradients_of_a_warmup(hooked: bool) -> list[float]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Clicks().layers)
+    if hooked:
+        ThresholdedGradients(warmup=5).register(model)
+    torch.manual_seed(dist.get_rank())
+    model(torch.randn(4, 20)).square().sum().backward()
+    return [value for one in model.parameters() if one.grad is not None for value in one.grad.view(-1).tolist()]
+
+
+def test_the_warmup_gives_the_bits_of_ddp(run_ranks: RunRanks) -> None:
+    assert run_ranks(3, gradients_of_a_warmup, True) == run_ranks(3, gradients_of_a_warmup, False)
+
+
 class _Waits(TorchDispatchMode):
     """Lists the operators that would wait for a device: they return numbers, or shapes that depend on values."""
 

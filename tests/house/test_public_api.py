@@ -67,7 +67,7 @@ PUBLIC = {
     "cnr_store.communication": """
         CommunicationState RankState StateTensor chunk reshard
         Meter Traffic
-        ThresholdedGradients ThresholdReport QuantizedGradients PowerSGD assign_users
+        ThresholdedGradients ThresholdReport QuantizedGradients PowerSGD
         OneBitAdam OneBitLamb PartialFirstLayer PartialSums SplitTable TopKActivations
     """,
     "cnr_store.training": """

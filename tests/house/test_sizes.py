@@ -15,6 +15,7 @@ MOST_LINES_OF_A_FILE = 600
 MOST_LINES_OF_A_CLASS = 400
 MOST_PARAMETERS = 12
 MOST_LETTERS_OF_A_TEST = 70
+MOST_LINES_OF_COMMUNICATION = 2000
 
 
 def files() -> list[Path]:
@@ -42,6 +43,12 @@ def test_files_and_classes_can_be_read_in_one_sitting() -> None:
     long |= {node.name for _, node in classes() if (node.end_lineno or 0) - node.lineno + 1 > MOST_LINES_OF_A_CLASS}
 
     assert long == set()
+
+
+def test_the_communication_room_stays_small() -> None:
+    lines = sum(len(file.read_text().splitlines()) for file in sources(LIBRARY / "communication"))
+
+    assert 1000 < lines <= MOST_LINES_OF_COMMUNICATION
 
 
 def test_names_of_tests_are_one_short_sentence() -> None:

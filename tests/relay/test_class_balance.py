@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnr_store.communication import assign_users
-from cnr_store.communication.assignment import imbalance
 from cnr_store.errors import BadInput
+from cnr_store.relay import assign_users
+from cnr_store.relay.class_balance import imbalance
 
 
 def held(samples: Any, edges: list[int], count: int) -> Any:
