@@ -180,18 +180,20 @@ def test_vectors_go_whole_in_the_type_of_the_values(run_ranks: RunRanks) -> None
     assert run_ranks(2, bytes_of_a_norm, "float16") == [[256, 512]] * 2
 
 
-def gradients_of_a_warmup(hooked: bool) -> list[float]:
-    torch.manual_seed(0)
-    model = DistributedDataParallel(Clicks().layers)
-    if hooked:
-        ThresholdedGradients(warmup=5).register(model)
-    torch.manual_seed(dist.get_rank())
-    model(torch.randn(4, 20)).square().sum().backward()
-    return [value for one in model.parameters() if one.grad is not None for value in one.grad.view(-1).tolist()]
+def gradient_of_a_warmup(size: float) -> list[list[float]]:
+    model = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    ThresholdedGradients(warmup=5).register(model)
+    model(torch.full((1, 2), size)).sum().backward()
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    found: list[list[float]] = gradient.tolist()
+    return found
 
 
-def test_the_warmup_gives_the_bits_of_ddp(run_ranks: RunRanks) -> None:
-    assert run_ranks(3, gradients_of_a_warmup, True) == run_ranks(3, gradients_of_a_warmup, False)
+def test_large_gradients_do_not_overflow_in_the_warmup(run_ranks: RunRanks) -> None:
+    size = 2.0**127
+
+    assert run_ranks(2, gradient_of_a_warmup, size) == [[[size, size]]] * 2
 
 
 class _Waits(TorchDispatchMode):
