@@ -55,7 +55,7 @@ PUBLIC = {
         changes ChangeStream VersionChanges ChangeCursor change_schema catch_up CatchUp
         write_parquet write_ipc recorded_cursor RecordedVersion RecordingReport
     """,
-    "cnr_store.relay": "Relay RelayReport assign_shards",
+    "cnr_store.relay": "Relay RelayReport assign_shards assign_users",
     "cnr_store.serving.sinks": """
         FusedRows SinkFeed PushResult SinkMetrics
         RowSink SinkSource Published SinkState SinkTable SourceRows
