@@ -130,5 +130,6 @@ def _mean(buffer: torch.Tensor, parts: list[slice], messages: Messages, levels: 
     buffer.zero_()
     for message in messages:
         for part, words, norm in zip(parts, message[::2], message[1::2], strict=True):
-            buffer[part].add_(dequantize(unpack_codes(words, levels, part.stop - part.start), norm, levels))
-    return buffer.div_(len(messages))
+            found = dequantize(unpack_codes(words, levels, part.stop - part.start), norm, levels)
+            buffer[part].add_(found, alpha=1 / len(messages))
+    return buffer

@@ -230,8 +230,8 @@ def _halved(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _mean(buffer: torch.Tensor, whole: list[slice], messages: Messages) -> torch.Tensor:
     """Replace a bucket's buffer by the mean of what all ranks sent of it; the same bits on all ranks."""
     buffer.zero_()
-    for small, indices, values in messages:
-        buffer.index_add_(0, indices, values.to(buffer.dtype))
+    for small, indices, values in messages:  # each divided before it is added, so that no sum overflows
+        buffer.index_add_(0, indices, values.to(buffer.dtype), alpha=1 / len(messages))
         for part, own in zip(whole, small.split([part.stop - part.start for part in whole]), strict=True):
-            buffer[part].add_(own)
-    return buffer.div_(len(messages))
+            buffer[part].add_(own, alpha=1 / len(messages))
+    return buffer

@@ -34,6 +34,9 @@ from cnr_store.write.table_options import TableOptions
 _WALKS = ("named_parameters", "named_buffers", "named_modules", "state_dict")
 """Methods of a module that decide what its state is; where a class has its own, the plan is not kept."""
 
+_HOOKS = tuple(attrgetter(name) for name in ("_state_dict_hooks", "_state_dict_pre_hooks"))
+"""Hooks of a module that may leave buffers out of its state, of others at each call; with one the plan is not kept."""
+
 _CHILDREN = tuple(attrgetter(name) for name in ("_parameters", "_buffers", "_modules"))
 _KINDS = (attrgetter("dtype"), attrgetter("layout"), torch.Tensor.dim, torch.Tensor.numel)
 """What decides how a slot is stored, in lists of numbers and singletons: shapes of thousands of tensors would set off
@@ -179,14 +182,18 @@ class KeptPlan:
 
     def state_plan(self) -> StatePlan:
         """Return where each part of the state is now; raises as `plan_state`."""
-        if self._plan is not None and _structure(self._modules, self.optimizers).are(self._structure):
+        if self._plan is not None and self._is_as_before():
             return self._plan
         self._plan = self._structure = self._kept = None
         plan = plan_state(self.model, self.optimizers, self.holdings.shards, self.holdings.tables)
         self._modules = [*self.model.modules()]
-        if all(_is_plain(kind) for kind in {*map(type, self._modules)}):
+        if all(_is_plain(kind) for kind in {*map(type, self._modules)}) and not _has_hooks(self._modules):
             self._structure, self._plan = _structure(self._modules, self.optimizers), plan
         return plan
+
+    def _is_as_before(self) -> bool:
+        modules = self._modules
+        return not _has_hooks(modules) and _structure(modules, self.optimizers).are(self._structure)
 
     def local_state(self) -> LocalState:
         """Return what this rank has to save now; raises as `state_plan`."""
@@ -217,3 +224,7 @@ class KeptPlan:
 
 def _is_plain(kind: type[nn.Module]) -> bool:
     return all(getattr(kind, name) is getattr(nn.Module, name) for name in _WALKS)
+
+
+def _has_hooks(modules: Sequence[nn.Module]) -> bool:
+    return any(any(map(hooks, modules)) for hooks in _HOOKS)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +27,6 @@ from cnr_store.serving.rows.served_table import BaseTable
 from cnr_store.serving.rows.shared_memory import BOARD_FILE, current_generation, map_file
 from cnr_store.serving.rows.view_file import ArrayRef, BaseRef, check_file_name, check_ref, parse_view, view_of
 from cnr_store.serving.rows.views import View
-
-if TYPE_CHECKING:
-    pass
 
 RECHECK_S = 1.0
 """Seconds between checks for a new owner that took over from a killed one."""
