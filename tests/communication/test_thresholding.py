@@ -196,6 +196,23 @@ def test_large_gradients_do_not_overflow_in_the_warmup(run_ranks: RunRanks) -> N
     assert run_ranks(2, gradient_of_a_warmup, size) == [[[size, size]]] * 2
 
 
+def gradients_of_halves() -> list[list[float]]:
+    """Gradients of which two make more than float16 holds, with each hook."""
+    found = []
+    for hook in (ThresholdedGradients(keep=0.9), QuantizedGradients(levels=1)):
+        model = DistributedDataParallel(nn.Linear(1, 1, bias=False).half())
+        hook.register(model)
+        model(torch.full((1, 1), 40_000.0, dtype=torch.float16)).sum().backward()
+        gradient = next(model.parameters()).grad
+        assert gradient is not None
+        found.append(gradient.view(-1).tolist())
+    return found
+
+
+def test_means_in_half_precision_do_not_overflow(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, gradients_of_halves) == [[[40_000.0], [40_000.0]]] * 2
+
+
 class _Waits(TorchDispatchMode):
     """Lists the operators that would wait for a device: they return numbers, or shapes that depend on values."""
 

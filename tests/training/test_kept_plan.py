@@ -234,3 +234,20 @@ def test_a_kept_plan_keeps_no_optimizer_state_alive() -> None:
     gc.collect()
 
     assert slot() is None
+
+
+def test_a_state_dict_hook_that_leaves_out_other_buffers_later_is_seen() -> None:
+    planned = Planned("adagrad")
+    norm = nn.BatchNorm1d(2)
+    planned.model.add_module("scaling", norm)
+    left_out: set[str] = set()
+
+    def leave_out(_module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        for name in left_out:
+            state.pop(prefix + name, None)
+
+    norm.register_state_dict_post_hook(leave_out)
+    before = planned.kept.state_plan().dense
+    left_out.add("running_mean")
+
+    assert before.keys() - planned.kept.state_plan().dense.keys() == {"scaling.running_mean"}
