@@ -127,6 +127,21 @@ def lattice_squared_errors(values, scale, out):  # type: ignore[no-untyped-def]
 
 
 @_compiled
+def lattice_squared_error(values, scale):  # type: ignore[no-untyped-def]
+    """Return the sum of `lattice_squared_errors`: float64. For searches, which ask for it many times for a table."""
+    step = np.float32(scale)
+    n, d = values.shape
+    total = 0.0
+    for i in range(n):
+        error = 0.0
+        for j in range(d):
+            difference = np.float64(step * np.rint(values[i, j] / step)) - np.float64(values[i, j])
+            error = _add_in_any_order(error, difference * difference)
+        total += error
+    return total
+
+
+@_compiled
 def lattice_delta(values, rows, mirror, row_base, scale, multipliers, out, flags):  # type: ignore[no-untyped-def]
     """Write the difference of each row's new codes to the mirror's; the mirror is only read.
 

@@ -271,18 +271,14 @@ def lattice_row_errors(sample: Float32s, scale: float) -> npt.NDArray[np.float64
     if sample.size == 0:
         return np.zeros(len(sample))
     _check_range(sample, scale)
-    return _row_errors(sample, scale)
-
-
-def _row_errors(sample: Float32s, scale: float) -> npt.NDArray[np.float64]:
-    """As `lattice_row_errors`, of a sample that is known to be within the code range."""
     errors = np.empty(len(sample))
     kernels.lattice_squared_errors(as_columns(np.ascontiguousarray(sample)), check_scale(scale), errors)
     return errors
 
 
 def _mse(sample: Float32s, scale: float) -> float:
-    return float(np.sum(_row_errors(sample, scale))) / sample.size
+    """As `lattice_mse`, of a contiguous sample (n, d) that is known to be within the code range."""
+    return float(kernels.lattice_squared_error(sample, check_scale(scale))) / sample.size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -346,7 +342,7 @@ def _scale_for_error(sample: Float32s, target: float) -> float:
     finest = largest / (MAX_CODE // 4)
     if start <= finest:
         return _usable(math.ldexp(1.0, math.frexp(largest or 1.0)[1] - 1) / FALLBACK_STEPS)
-    scale = _usable(start)
+    scale, sample = _usable(start), np.ascontiguousarray(sample)
     for _ in range(_CORRECTIONS):
         error = _mse(sample, scale)
         if (1.0 - MSE_TOLERANCE) * target <= error <= target:
@@ -362,12 +358,14 @@ def _scale_for_error(sample: Float32s, target: float) -> float:
 def _searched_scale(sample: Float32s, target: float, start: float, finest: float, largest: float) -> float:
     """Return the largest scale found whose error on the sample is at most ``target``, by bisection."""
     fits, misses = _bracket(sample, target, start, finest, largest)
+    error = _mse(sample, fits)
     for _ in range(_BISECTIONS):
-        if misses is None or _mse(sample, fits) >= (1.0 - MSE_TOLERANCE) * target:
+        if misses is None or error >= (1.0 - MSE_TOLERANCE) * target:
             break
         middle = _usable(math.sqrt(fits * misses))
-        if _mse(sample, middle) <= target:
-            fits = middle
+        found = _mse(sample, middle)
+        if found <= target:
+            fits, error = middle, found
         else:
             misses = middle
     return fits

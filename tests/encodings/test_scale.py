@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cnr_store.encodings import scale
+from cnr_store.encodings import kernels, scale
 from cnr_store.errors import BadInput
 from cnr_store.types import MAX_CODE, AffineBits, Precision
 from tests.support.encoders import affine_mse, lattice_codes, lattice_floats
@@ -47,6 +47,23 @@ def test_row_errors_of_a_lattice_are_those_of_what_is_decoded(shape: tuple[int, 
     decoded = lattice_floats(lattice_codes(rows, step), step)
     expected = np.square(decoded.astype(np.float64) - rows).sum(axis=1)
     np.testing.assert_allclose(scale.lattice_row_errors(rows, step), expected, rtol=1e-12)
+    np.testing.assert_allclose(kernels.lattice_squared_error(rows, step), expected.sum(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("shape", [(3, 16), (512, 16), (37, 130)])
+def test_a_search_by_the_kernel_finds_the_scale_of_decoded_rows(
+    bits: AffineBits, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = np.random.default_rng(1).standard_t(2.0, shape).astype(np.float32)
+    found = scale.choose_scale(rows, Precision(bits=bits))
+
+    def decoded_mse(sample: np.ndarray, step: float) -> float:
+        return float(np.mean(np.square(lattice_floats(lattice_codes(sample, step), step).astype(np.float64) - sample)))
+
+    monkeypatch.setattr(scale, "_mse", decoded_mse)
+
+    assert found == scale.choose_scale(rows, Precision(bits=bits))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
