@@ -8,9 +8,11 @@ id of the first of them. Values and mirrors are C-contiguous, ``(count, d)`` and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from numba import carray  # type: ignore[attr-defined]
 
 from cnr_store.encodings.kernels import float_bits_delta, lattice_delta
@@ -22,6 +24,18 @@ PART_FIELDS = 7
 
 _compiled = njit(nogil=True, error_model="numpy")
 _INFINITE = np.int32(0x7F800000)
+
+
+def parts_of(
+    starts: npt.NDArray[np.int64],
+    counts: npt.NDArray[np.int64],
+    values: Sequence[int] | int,
+    places: Sequence[tuple[int, ...]],
+) -> npt.NDArray[np.int64]:
+    """Return a line per table; ``values``: the addresses, 0 without. ``places``: what a line has of each mirror."""
+    parts = np.empty((len(places), PART_FIELDS), np.int64)
+    parts[:, 0], parts[:, 1], parts[:, 2], parts[:, 3:] = starts, counts, values, places
+    return parts
 
 
 @_compiled

@@ -28,15 +28,15 @@ from cnr_store.segment.codes import (
 from cnr_store.segment.groups import Blocks, RowList
 from cnr_store.segment.shards import whole_of
 from cnr_store.types import MAX_CODE, Affine, Lattice, Rectangle, RowIds
-from cnr_store.write.delta_rows import StagedRows
+from cnr_store.write.delta_rows import EncodedRows
 from cnr_store.write.encode import (
     ENCODE_ROWS,
-    Given,
+    EncodedList,
     OnBadRows,
-    StagedList,
     columns_of,
     encode_block,
     escape_list,
+    put_escapes,
     refused_rows,
     scan_block,
     stored_shape,
@@ -48,13 +48,13 @@ _INT16_MAX = 32767
 
 
 @dataclass(slots=True)
-class StagedTable:
+class EncodedTable:
     """A whole table ready to be written: its new mirror (None without one), the chunks of its rows, its digest."""
 
     schema: TableSchema
     mirror: TableCodes | None
     rows: RowList | None
-    escape: StagedList | None
+    escape: EncodedList | None
     digest: int | None
 
 
@@ -63,7 +63,7 @@ def is_fully_mirrored(schema: TableSchema) -> bool:
     return all(spec.is_additive for spec in array_specs(schema).values())
 
 
-def stage_table(
+def encode_table(
     table: str,
     schema: TableSchema,
     values: Mapping[str, Any],
@@ -72,7 +72,7 @@ def stage_table(
     on_bad_rows: OnBadRows,
     workers: Workers,
     rectangle: Rectangle | None = None,
-) -> StagedTable:
+) -> EncodedTable:
     """Encode all rows of a dense table, or of a rectangle of it, for a baseline or a new table.
 
     Parameters
@@ -92,12 +92,11 @@ def stage_table(
     at = scan.bad_rows - first
     if len(at) and on_bad_rows == "refuse":
         raise refused_rows(table, int(scan.bad_rows[0]), len(at))
-    escape = None if scan.escapes is None else escape_list(specs, scan.escapes)
     coded = None
     if len(at):
         coded = np.setdiff1d(np.arange(scan.rectangle.num_rows, dtype=np.int64), at, assume_unique=True)
     row_list = _table_rows(scan.rectangle, specs, values, mirror, scan.dtypes, coded)
-    return StagedTable(schema, mirror, row_list, escape, None if mirror is None else mirror.digest(workers))
+    return EncodedTable(schema, mirror, row_list, scan.escape, None if mirror is None else mirror.digest(workers))
 
 
 @dataclass(slots=True)
@@ -108,8 +107,8 @@ class TableScan:
     ----------
     mirror
         Its codes, with the rows that have none as escapes; None where none was to be kept.
-    bad_rows, escapes
-        Rows of the table that cannot be encoded, int64 ascending, and their floats (None without any).
+    bad_rows, escape
+        Rows of the table that cannot be encoded, int64 ascending, and their exact form (None without any).
     dtypes
         By array, what stores its codes.
     """
@@ -118,7 +117,7 @@ class TableScan:
     specs: Mapping[str, ArraySpec]
     mirror: TableCodes | None
     bad_rows: RowIds
-    escapes: Given | None
+    escape: EncodedList | None
     dtypes: Mapping[str, np.dtype[Any]]
 
 
@@ -130,7 +129,7 @@ def scan_table(
     workers: Workers,
     rectangle: Rectangle | None = None,
 ) -> TableScan:
-    """Read all rows of a table into a new mirror; parameters as of `stage_table`.
+    """Read all rows of a table into a new mirror; parameters as of `encode_table`.
 
     Rows that the training writes during this pass get any code, or are exact rows, until they are laid over the mirror.
     """
@@ -146,33 +145,32 @@ def scan_table(
         )
     dtypes = {name: _scan(spec, values[name], mirror, flags, workers) for name, spec in specs.items()}
     at = np.flatnonzero(flags == _BAD).astype(np.int64)
-    escapes = Given(at + first, {name: _rows_of(values[name], at) for name in specs}) if len(at) else None
-    if mirror is not None and escapes is not None:
-        held = {"codes" if n == "values" else n: columns_of(a) for n, a in escape_list(specs, escapes).arrays.items()}
-        mirror.mark(escapes.rows, ESCAPED)
-        mirror.escapes.put(escapes.rows, {name: held[name] for name in mirror.arrays})
-    return TableScan(rectangle, specs, mirror, at + first, escapes, dtypes)
+    bad_rows = at + first
+    escape = escape_list(specs, bad_rows, {name: _rows_of(values[name], at) for name in specs}) if len(at) else None
+    if mirror is not None and escape is not None:
+        mirror.mark(bad_rows, ESCAPED)
+        put_escapes(mirror.escapes, escape, mirror.arrays)
+    return TableScan(rectangle, specs, mirror, bad_rows, escape, dtypes)
 
 
-def stage_mirror(schema: TableSchema, mirror: TableCodes, staged: StagedRows | None) -> StagedTable:
-    """Return a baseline of the mirror with ``staged`` laid over it, chunk by chunk; the mirror does not move.
+def encode_mirror(schema: TableSchema, mirror: TableCodes, changes: EncodedRows) -> EncodedTable:
+    """Return a baseline of the mirror with ``changes`` laid over it, chunk by chunk; the mirror does not move.
 
     Only for tables whose every array is mirrored.
     """
     status = None if mirror.status is None else mirror.status.copy()
     escapes = type(mirror.escapes)(mirror.escapes.rows, dict(mirror.escapes.values))
-    for operation, change in (staged.lists if staged else {}).items():
+    for operation, change in changes.lists.items():
         if operation != "add":
             if status is None and operation != "set":
                 status = np.zeros(mirror.num_rows, np.uint8)
             if status is not None:
-                status[change.rows - mirror.start] = {"set": CODED, "delete": ABSENT, "escape": ESCAPED}[operation]
-            escapes.drop(change.rows)
+                status[change.row_ids - mirror.start] = {"set": CODED, "delete": ABSENT, "escape": ESCAPED}[operation]
+            escapes.drop(change.row_ids)
         if operation == "escape":
-            values = {"codes" if n == "values" else n: columns_of(a) for n, a in change.arrays.items()}
-            escapes.put(change.rows, {name: values[name] for name in mirror.arrays})
+            put_escapes(escapes, change, mirror.arrays)
     coded = None if status is None else np.flatnonzero(status == CODED).astype(np.int64) + mirror.start
-    dtypes = {name: _overlaid_dtype(name, mirror, staged) for name in mirror.arrays}
+    dtypes = {name: _overlaid_dtype(name, mirror, changes) for name in mirror.arrays}
     count = mirror.num_rows if coded is None else len(coded)
 
     def produce(start: int, stop: int) -> Blocks:
@@ -181,8 +179,8 @@ def stage_mirror(schema: TableSchema, mirror: TableCodes, staged: StagedRows | N
         for name, held in mirror.arrays.items():
             block = held[rows - mirror.start].astype(np.int32)
             for operation in ("add", "set"):
-                if staged and operation in staged.lists:
-                    _overlay(block, rows, staged.lists[operation], name, adds=operation == "add")
+                if operation in changes.lists:
+                    _overlay(block, rows, changes.lists[operation], name, adds=operation == "add")
             made[name] = stored_shape(mirror.specs[name], block.astype(dtypes[name]))
         return made
 
@@ -190,14 +188,8 @@ def stage_mirror(schema: TableSchema, mirror: TableCodes, staged: StagedRows | N
     row_list = RowList(count, {"rows": (np.dtype(np.int64), None), **kinds}, produce) if count else None
     escape = None
     if len(escapes.rows):
-        escape = StagedList(
-            escapes.rows,
-            {
-                "values" if name == "codes" else name: stored_shape(mirror.specs[name], values)
-                for name, values in escapes.values.items()
-            },
-        )
-    return StagedTable(schema, None, row_list, escape, staged.digest if staged else None)
+        escape = escape_list(mirror.specs, escapes.rows, escapes.values)
+    return EncodedTable(schema, None, row_list, escape, changes.digest)
 
 
 def _scan(
@@ -266,28 +258,28 @@ def _stored_widths(
     return kinds
 
 
-def _overlaid_dtype(name: str, mirror: TableCodes, staged: StagedRows | None) -> np.dtype[Any]:
+def _overlaid_dtype(name: str, mirror: TableCodes, changes: EncodedRows) -> np.dtype[Any]:
     """What the mirror with what is laid over it needs, at most."""
     held = mirror.arrays[name]
     if held.dtype == np.int32:
         return np.dtype(np.int32)
-    lists = [] if staged is None else [staged.lists[op] for op in ("add", "set") if op in staged.lists]
+    lists = [changes.lists[operation] for operation in ("add", "set") if operation in changes.lists]
     if any(item.arrays[name].dtype == np.int32 for item in lists):
         return np.dtype(np.int32)
     limit = 0
     for item in lists:
         codes = columns_of(item.arrays[name]).astype(np.int32)
-        base = held[item.rows - mirror.start].astype(np.int32) if item is staged.lists.get("add") else 0  # type: ignore[union-attr]
+        base = held[item.row_ids - mirror.start].astype(np.int32) if item is changes.lists.get("add") else 0
         limit = max(limit, int(np.abs(codes + base).max(initial=0)))
     return widths.narrowest(limit)
 
 
-def _overlay(block: Array, rows: RowIds, staged: StagedList, name: str, *, adds: bool) -> None:
-    low, high = np.searchsorted(staged.rows, [rows[0], rows[-1] + 1])
+def _overlay(block: Array, rows: RowIds, change: EncodedList, name: str, *, adds: bool) -> None:
+    low, high = np.searchsorted(change.row_ids, [rows[0], rows[-1] + 1])
     if low == high:
         return
-    at = np.searchsorted(rows, staged.rows[low:high])
-    codes = columns_of(staged.arrays[name])[low:high].astype(np.int32)
+    at = np.searchsorted(rows, change.row_ids[low:high])
+    codes = columns_of(change.arrays[name])[low:high].astype(np.int32)
     block[at] = block[at] + codes if adds else codes
 
 

@@ -1,31 +1,35 @@
-"""Turn rows of a table into the row lists of a part: differences to the mirror, absolute codes, escapes.
+"""Turn touched rows into the row lists of a part: differences to the mirror, absolute codes, exact rows.
 
-Pure computation on threads, no I/O. Nothing here moves a mirror: `StagedRows.apply` does, once the commit has won
-(design, section 4, rule 3).
+Small tables that are alike are encoded by one call: a delta of a few rows in each of a thousand tables costs what its
+rows do, and a call of numpy or a kernel takes longer to begin than a hundred rows take (`format_spec/decisions/0027`).
+What is not small or plain goes table by table, through `encode_alone`, which defines what such a call does.
+
+Pure computation on threads, no I/O. Nothing here moves a mirror: `mirrors` does, once the commit has won (design,
+section 4, rule 3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.encodings import digest, float_bits, kernels, row_kernels, widths
-from cnr_store.runtime.threads import Workers, blocks
-from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, Array, ArraySpec, TableCodes, escape_bits
-from cnr_store.types import Lattice, RowIds
+from cnr_store.encodings import digest, float_bits, kernels, table_kernels, widths
+from cnr_store.runtime.addresses import address_of
+from cnr_store.runtime.threads import Workers
+from cnr_store.segment.codes import Array, ArraySpec, TableCodes, escape_bits
+from cnr_store.types import FloatBits, Lattice, RowIds
 from cnr_store.write.encode import (
     ENCODE_ROWS,
+    EncodedList,
     FoundBadRows,
-    Given,
     OnBadRows,
-    StagedList,
     columns_of,
     encode_absolute,
-    encode_rows,
     escape_list,
     flag_not_finite,
     holds_codes,
@@ -45,6 +49,9 @@ class TouchedTable(msgspec.Struct, frozen=True, eq=False, gc=False):
         The arrays of the columns that are given.
     mirror
         The codes of the state that the delta starts from; None writes ``set`` rows only.
+    row_ids, values
+        int64 (n,), ascending; per array (n, width) floats in its own dtype. The weights of a lattice may be given as
+        their codes instead, int16 or int32 (`holds_codes`).
     base_digest
         Digest of that state.
     on_bad_rows
@@ -54,17 +61,24 @@ class TouchedTable(msgspec.Struct, frozen=True, eq=False, gc=False):
     table: str
     specs: Mapping[str, ArraySpec]
     mirror: TableCodes | None
-    given: Given
+    row_ids: RowIds
+    values: Mapping[str, Array]
     base_digest: int | None
     on_bad_rows: OnBadRows
 
+    def take(self, chosen: npt.NDArray[np.bool_]) -> TouchedTable:
+        """Return the chosen rows (copied)."""
+        values = {name: array[chosen] for name, array in self.values.items()}
+        return msgspec.structs.replace(self, row_ids=self.row_ids[chosen], values=values)
+
 
 _BAD = kernels.BAD_ROW
-_WIDTHS = ((np.dtype(np.int16), 2**15 - 1), (np.dtype(np.int32), 2**31 - 1))
+_INT16_MAX = 2**15 - 1
+_WIDTHS = ((np.dtype(np.int16), _INT16_MAX), (np.dtype(np.int32), 2**31 - 1))
 """What differences are stored in, and the largest of each."""
 
 
-class StagedRows(msgspec.Struct, eq=False, gc=False):
+class EncodedRows(msgspec.Struct, eq=False, gc=False):
     """What one save does to a table's rows: lists by operation, and the state digest they lead to.
 
     ``specs``: the arrays of the rows. ``digest`` is None for tables without a mirror. ``run``: the ``add`` lists of
@@ -72,27 +86,16 @@ class StagedRows(msgspec.Struct, eq=False, gc=False):
     """
 
     specs: Mapping[str, ArraySpec]
-    lists: dict[str, StagedList] = {}
+    lists: dict[str, EncodedList] = {}
     digest: int | None = None
-    run: StagedList | None = None
+    run: EncodedList | None = None
     start: int = 0
 
-    def apply(self, mirror: TableCodes, workers: Workers) -> None:
-        """Move the mirror to what was staged; call once, after the commit has won. Blocks; runs on ``workers``."""
-        for operation, staged in self.lists.items():
-            status = {"add": CODED, "set": CODED, "delete": ABSENT, "escape": ESCAPED}[operation]
-            if operation in ("add", "set"):
-                for name in mirror.arrays:
-                    _move(mirror, name, staged, workers, adds=operation == "add")
-            if operation != "add":
-                mirror.mark(staged.rows, status)
-            if operation == "escape":
-                values = {"codes" if n == "values" else n: columns_of(a) for n, a in staged.arrays.items()}
-                mirror.escapes.put(staged.rows, {name: values[name] for name in mirror.arrays})
 
+def encode_touched(touched: Sequence[TouchedTable], *, absolute: bool, workers: Workers) -> list[EncodedRows]:
+    """Encode touched rows against their mirrors: ``add`` where one has codes, else ``set``. Blocks.
 
-def stage_rows(touched: TouchedTable, *, absolute: bool, workers: Workers) -> StagedRows:
-    """Encode touched rows against the mirror: ``add`` where it has codes, else ``set``; unchanged rows leave.
+    Rows whose every code is unchanged leave.
 
     Parameters
     ----------
@@ -104,115 +107,130 @@ def stage_rows(touched: TouchedTable, *, absolute: bool, workers: Workers) -> St
     NonFiniteValues
         Names the table and the first row.
     """
-    specs, given = touched.specs, touched.given
+    together: dict[tuple[_Differences, ...], list[int]] = {}
+    for number, one in enumerate(touched):
+        arrays = None if absolute else _differences_of(one)
+        if arrays is not None:
+            together.setdefault(arrays, []).append(number)
+    runs = [
+        (arrays, run)
+        for arrays, numbers in together.items()
+        if len(numbers) > 1
+        for run in _runs(numbers, [len(touched[number].row_ids) for number in numbers])
+    ]
+    results = workers.run(partial(_encode_run, arrays, [touched[k] for k in run]) for arrays, run in runs)
+    encoded: list[EncodedRows | None] = [None] * len(touched)
+    for (_, run), found in zip(runs, results, strict=True):
+        for number, rows in zip(run, found, strict=True):
+            encoded[number] = rows
+    return [
+        encode_alone(one, absolute=absolute, workers=workers) if rows is None else rows
+        for one, rows in zip(touched, encoded, strict=True)
+    ]
+
+
+def encode_alone(touched: TouchedTable, *, absolute: bool, workers: Workers) -> EncodedRows:
+    """Return what `encode_touched` does of one table."""
     try:
-        return _stage(StagedRows(specs), touched, given, absolute, workers)
+        return _encode(EncodedRows(touched.specs), touched, absolute, workers)
     except FoundBadRows:
-        bad = _find_bad(specs, given, workers)
-    rows = given.rows[bad]
+        bad = _find_bad(touched, workers)
+    row_ids = touched.row_ids[bad]
     if touched.on_bad_rows == "refuse":
-        raise refused_rows(touched.table, int(rows[0]), len(rows))
-    staged = StagedRows(specs, {"escape": escape_list(specs, given.take(bad))})
-    return _stage(staged, touched, given.take(~bad), absolute, workers)
+        raise refused_rows(touched.table, int(row_ids[0]), len(row_ids))
+    values = {name: array[bad] for name, array in touched.values.items()}
+    encoded = EncodedRows(touched.specs, {"escape": escape_list(touched.specs, row_ids, values)})
+    return _encode(encoded, touched.take(~bad), absolute, workers)
 
 
-def _stage(staged: StagedRows, touched: TouchedTable, given: Given, absolute: bool, workers: Workers) -> StagedRows:
-    specs, mirror, base_digest = touched.specs, touched.mirror, touched.base_digest
-    change = _leaving(mirror, staged.lists["escape"].rows) if "escape" in staged.lists and mirror is not None else 0
-    coded = mirror.is_coded(given.rows) if mirror is not None and not absolute else np.zeros(len(given.rows), np.bool_)
-    if coded.all() and len(given.rows) and mirror is not None:
-        change += _stage_add(staged, mirror, given, workers)
-    else:
-        if coded.any() and mirror is not None:
-            change += _stage_add(staged, mirror, given.take(coded), workers)
-            given = given.take(~coded)
-        if len(given.rows):
-            if mirror is not None:
-                change += _leaving(mirror, given.rows)
-            staged.lists["set"] = encode_rows(specs, given, workers)
-            if mirror is not None:
-                change += _arriving(specs, staged.lists["set"])
-    if mirror is not None and base_digest is not None:
-        if "escape" in staged.lists:
-            change += _escaped(specs, staged.lists["escape"])
-        staged.digest = digest.add_digests(base_digest, change & ((1 << 64) - 1))
-    return staged
+def _encode(encoded: EncodedRows, touched: TouchedTable, absolute: bool, workers: Workers) -> EncodedRows:
+    """Add lists of rows that can all be encoded, and the digest that all lists lead to."""
+    specs, lists, mirror = encoded.specs, encoded.lists, touched.mirror
+    change = _leaving(mirror, lists["escape"].row_ids) if "escape" in lists and mirror is not None else 0
+    coded = np.zeros(len(touched.row_ids), np.bool_)
+    if mirror is not None and not absolute:
+        coded = mirror.is_coded(touched.row_ids)
+    if coded.any() and mirror is not None:
+        change += _encode_add(encoded, mirror, touched if coded.all() else touched.take(coded), workers)
+    if not coded.all():
+        rest = touched.take(~coded) if coded.any() else touched
+        if mirror is not None:
+            change += _leaving(mirror, rest.row_ids)
+        arrays: dict[str, Array] = {}
+        for name, spec in specs.items():
+            arrays |= encode_absolute(spec, rest.values[name], workers)
+        lists["set"] = EncodedList(rest.row_ids, arrays)
+        if mirror is not None:
+            change += _arriving(specs, lists["set"])
+    if mirror is not None and touched.base_digest is not None:
+        if "escape" in lists:
+            change += _escaped(specs, lists["escape"])
+        encoded.digest = digest.add_digests(touched.base_digest, change & ((1 << 64) - 1))
+    return encoded
 
 
-def stage_delete(mirror: TableCodes | None, rows: RowIds, base_digest: int | None) -> StagedRows:
-    """Stage the deletion of sorted ``rows``; rows that are absent already stay in the list, harmless."""
-    change = 0 if mirror is None else _leaving(mirror, rows)
+def encode_delete(mirror: TableCodes | None, row_ids: RowIds, base_digest: int | None) -> EncodedRows:
+    """Return the deletion of sorted rows; those that are absent already stay in the list, harmless."""
+    change = 0 if mirror is None else _leaving(mirror, row_ids)
     after = None if base_digest is None else digest.add_digests(base_digest, change & ((1 << 64) - 1))
-    return StagedRows({}, {"delete": StagedList(rows, {})}, after)
+    return EncodedRows({}, {"delete": EncodedList(row_ids, {})}, after)
 
 
-def _find_bad(specs: Mapping[str, ArraySpec], given: Given, workers: Workers) -> npt.NDArray[np.bool_]:
+def _find_bad(touched: TouchedTable, workers: Workers) -> npt.NDArray[np.bool_]:
     """Which rows some array cannot encode: one pass over what was given."""
-    bad = np.zeros(len(given.rows), np.bool_)
+    bad = np.zeros(len(touched.row_ids), np.bool_)
 
     def check(start: int, stop: int) -> None:
-        for name, spec in specs.items():
-            bad[start:stop] |= unencodable(spec, given.values[name][start:stop])
+        for name, spec in touched.specs.items():
+            bad[start:stop] |= unencodable(spec, touched.values[name][start:stop])
 
-    workers.run_blocks(check, len(given.rows), ENCODE_ROWS)
+    workers.run_blocks(check, len(bad), ENCODE_ROWS)
     return bad
 
 
-def _stage_add(
-    staged: StagedRows,
-    mirror: TableCodes,
-    given: Given,
-    workers: Workers,
-) -> int:
-    """Stage ``add`` rows; returns the change of the digest. Rows whose every code is unchanged leave."""
-    specs = staged.specs
-    count = len(given.rows)
-    flags = np.zeros(count, np.uint8)
+def _encode_add(encoded: EncodedRows, mirror: TableCodes, touched: TouchedTable, workers: Workers) -> int:
+    """Add the ``add`` list; returns the change of the digest. Rows whose every code is unchanged leave."""
+    specs = encoded.specs
+    flags = np.zeros(len(touched.row_ids), np.uint8)
     if not all(spec.is_additive for spec in specs.values()):
         flags |= 1
     arrays: dict[str, Array] = {}
     change = 0
     for name, spec in specs.items():
         if not spec.is_additive:
-            arrays |= encode_absolute(spec, given.values[name], workers)
+            arrays |= encode_absolute(spec, touched.values[name], workers)
             continue
-        arrays[name], changed = _differences(spec, mirror, given, flags, workers)
+        arrays[name], changed = _differences(spec, mirror, touched, flags, workers)
         change += changed
     if (flags == _BAD).any():
         raise FoundBadRows
-    rows = given.rows
+    row_ids = touched.row_ids
     keep = flags == 1
     if not keep.all():
         kept = np.flatnonzero(keep)
-        rows = rows[kept]
+        row_ids = row_ids[kept]
         arrays = {name: array.take(kept, axis=0) for name, array in arrays.items()}
-    if len(rows):
-        staged.lists["add"] = StagedList(rows, {n: stored_shape(specs[n], a) for n, a in arrays.items()})
+    if len(row_ids):
+        encoded.lists["add"] = EncodedList(row_ids, {n: stored_shape(specs[n], a) for n, a in arrays.items()})
     return change
 
 
 def _differences(
-    spec: ArraySpec,
-    mirror: TableCodes,
-    given: Given,
-    flags: npt.NDArray[np.uint8],
-    workers: Workers,
+    spec: ArraySpec, mirror: TableCodes, touched: TouchedTable, flags: npt.NDArray[np.uint8], workers: Workers
 ) -> tuple[Array, int]:
     """Return the differences to the mirror in the narrowest of int16 and int32, and the digest's change."""
-    values = given.values[spec.name]
+    values = touched.values[spec.name]
     multipliers = spec.multipliers
     held = mirror.arrays[spec.name]
 
     def encode(out: Array, start: int, stop: int) -> tuple[int, int]:
         block = np.ascontiguousarray(values[start:stop])
-        rows = given.rows[start:stop]
+        rows = touched.row_ids[start:stop]
         if isinstance(spec.encoding, Lattice):
             is_coded = holds_codes(spec, block)
-            given_rows, scale = (
-                (block, np.float32(1)) if is_coded else (widths.to_float32(block, spec.dtype), spec.scale)
-            )
+            floats, scale = (block, np.float32(1)) if is_coded else (widths.to_float32(block, spec.dtype), spec.scale)
             largest, _, _, change = kernels.lattice_delta(
-                given_rows, rows, held, mirror.start, scale, multipliers, out[start:stop], flags[start:stop]
+                floats, rows, held, mirror.start, scale, multipliers, out[start:stop], flags[start:stop]
             )
         else:
             flag_not_finite(block, spec, flags[start:stop])
@@ -230,25 +248,25 @@ def _differences(
     return out, sum(change for _, change in results)
 
 
-def _arriving(specs: Mapping[str, ArraySpec], staged: StagedList) -> int:
+def _arriving(specs: Mapping[str, ArraySpec], encoded: EncodedList) -> int:
     """What ``set`` rows add to the digest."""
     total = 0
     for name, spec in specs.items():
         if spec.is_additive:
             total += digest.digest_of_rows(
-                np.ascontiguousarray(staged.arrays[name]), staged.rows, spec.multipliers, spec.presence()
+                np.ascontiguousarray(encoded.arrays[name]), encoded.row_ids, spec.multipliers, spec.presence()
             )
     return total
 
 
-def _escaped(specs: Mapping[str, ArraySpec], staged: StagedList) -> int:
+def _escaped(specs: Mapping[str, ArraySpec], encoded: EncodedList) -> int:
     """What ``escape`` rows add to the digest."""
     total = 0
     for name, spec in specs.items():
         if spec.is_additive:
-            values = columns_of(staged.arrays["values" if name == "codes" else name])
+            values = columns_of(encoded.arrays["values" if name == "codes" else name])
             bits = escape_bits(values, spec.dtype)
-            total += digest.digest_of_rows(bits, staged.rows, spec.multipliers, spec.presence(escape=True))
+            total += digest.digest_of_rows(bits, encoded.row_ids, spec.multipliers, spec.presence(escape=True))
     return total
 
 
@@ -269,46 +287,95 @@ def _leaving(mirror: TableCodes, rows: RowIds) -> int:
     return -total
 
 
-def _move(mirror: TableCodes, name: str, staged: StagedList, workers: Workers, *, adds: bool) -> None:
-    codes = np.ascontiguousarray(columns_of(staged.arrays[name]))
-    held = mirror.arrays[name]
-    kernel: Callable[..., int] = row_kernels.add_codes if adds else row_kernels.put_codes
-    is_wrapping = adds and wraps(mirror, name)
+class _Differences(NamedTuple):
+    """One array of tables that are encoded together: ``shift`` of float_bits, None of a lattice."""
 
-    def move(start: int, stop: int) -> int:
-        """Return the position that an int16 mirror cannot hold, or ``stop``."""
-        rows, block = staged.rows[start:stop], codes[start:stop]
-        if is_wrapping:
-            row_kernels.add_codes_wrapping(held, rows, mirror.start, block)
-            return stop
-        done = int(kernel(held, rows, mirror.start, block, 0))
-        return stop if done < 0 else start + done
-
-    ranges = blocks(len(codes), ENCODE_ROWS)
-    reached = workers.run_blocks(move, len(codes), ENCODE_ROWS)
-    rest = [(done, stop) for done, (_, stop) in zip(reached, ranges, strict=True) if done < stop]
-    if rest:
-        finish_move(mirror, name, staged, rest, adds=adds)
+    name: str
+    width: int
+    is_vector: bool
+    shift: int | None
+    columns: tuple[int, int]
 
 
-def wraps(mirror: TableCodes, name: str) -> bool:
-    """Return whether differences of an array are modulo 2^32, so that a sum never leaves its mirror's range."""
-    return mirror.arrays[name].dtype == np.int32 and not isinstance(mirror.specs[name].encoding, Lattice)
+def _runs(items: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+    """Cut into runs of about `ENCODE_ROWS` rows: tasks of a thread."""
+    runs: list[list[int]] = []
+    left = 0
+    for item, count in zip(items, counts, strict=True):
+        if left <= 0:
+            runs.append([])
+            left = ENCODE_ROWS
+        runs[-1].append(item)
+        left -= count
+    return runs
 
 
-def finish_move(
-    mirror: TableCodes, name: str, staged: StagedList, rest: Sequence[tuple[int, int]], *, adds: bool
-) -> None:
-    """Widen a mirror's array and move positions ``(start, stop)`` of a list, at whose first the kernel stopped."""
-    codes = np.ascontiguousarray(columns_of(staged.arrays[name]))
-    held = mirror.arrays[name]
-    for done, _ in rest if adds else []:
-        # The kernel stopped after it wrapped this row in int16; wrapping back restores it.
-        held[staged.rows[done] - mirror.start] -= codes[done].astype(np.int16)
-    mirror.widen(name)
-    kernel: Callable[..., int] = row_kernels.add_codes if adds else row_kernels.put_codes
-    for start, stop in rest:
-        kernel(mirror.arrays[name], staged.rows[start:stop], mirror.start, codes[start:stop], 0)
+def _differences_of(one: TouchedTable) -> tuple[_Differences, ...] | None:
+    """The arrays of a table whose rows can be encoded with others; None where they go alone."""
+    mirror = one.mirror
+    if mirror is None or mirror.status is not None or not 0 < len(one.row_ids) < ENCODE_ROWS:
+        return None
+    arrays = []
+    for name, spec in one.specs.items():
+        values, held, encoding = one.values[name], mirror.arrays.get(name), spec.encoding
+        if not spec.is_additive or spec.dtype != "float32" or values.dtype != np.float32 or held is None:
+            return None
+        if not (values.flags.c_contiguous and held.flags.c_contiguous):
+            return None
+        shift = spec.bit_shift if isinstance(encoding, FloatBits) else None
+        arrays.append(_Differences(name, spec.width, spec.is_vector, shift, spec.columns))
+    return tuple(arrays)
+
+
+def _encode_run(arrays: Sequence[_Differences], run: Sequence[TouchedTable]) -> list[EncodedRows | None]:
+    """Encode tables with the same arrays; None for one that has to go alone: bad rows, or differences beyond int16."""
+    rows = np.concatenate([one.row_ids for one in run])
+    mirrors = [one.mirror for one in run if one.mirror is not None]
+    counts = np.array([len(one.row_ids) for one in run], np.int64)
+    starts = np.cumsum(counts) - counts
+    flags = np.zeros(len(rows), np.uint8)
+    change, most = np.zeros(len(run), np.uint64), np.zeros(len(run), np.int64)
+    coded: dict[str, Array] = {}
+    for array in arrays:
+        name = array.name
+        values = [address_of(one.values[name]) for one in run]
+        places = [mirror.place_of(name) for mirror in mirrors]
+        parts = table_kernels.parts_of(starts, counts, values, places)
+        out, found = np.empty((len(rows), array.width), np.int16), np.empty((len(run), 2), np.int64)
+        multipliers = run[0].specs[name].multipliers
+        if array.shift is None:
+            scales = np.array([_scale(one.specs[name]) for one in run], np.float32)
+            table_kernels.lattice_deltas(parts, rows, scales, multipliers, out, flags, found)
+        else:
+            table_kernels.float_bits_deltas(parts, rows, array.shift, multipliers, out, flags, found)
+        change += found[:, 1].view(np.uint64)
+        np.maximum(most, found[:, 0], out=most)
+        coded[name] = out.reshape(-1) if array.is_vector else out
+    alone = (most > _INT16_MAX) | (np.maximum.reduceat(flags, starts) > 1)
+    is_kept = (flags == 1) & ~np.repeat(alone, counts)
+    if not is_kept.all():
+        kept = np.flatnonzero(is_kept)
+        counts = np.add.reduceat(is_kept, starts, dtype=np.int64)
+        rows, coded = rows[kept], {name: array[kept] for name, array in coded.items()}
+    joined = EncodedList(rows, coded)
+    encoded: list[EncodedRows | None] = []
+    start = 0
+    for one, stop, goes_alone, changed in zip(
+        run, np.cumsum(counts).tolist(), alone.tolist(), change.tolist(), strict=True
+    ):
+        if goes_alone:
+            encoded.append(None)
+        else:
+            after = None if one.base_digest is None else digest.add_digests(one.base_digest, changed)
+            lists = {"add": joined.between(start, stop)} if stop > start else {}
+            encoded.append(EncodedRows(one.specs, lists, after, joined, start))
+        start = stop
+    return encoded
+
+
+def _scale(spec: ArraySpec) -> float:
+    assert isinstance(spec.encoding, Lattice)
+    return spec.encoding.scale
 
 
 def options_on_bad_rows(options: TableOptions | None) -> OnBadRows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -13,7 +13,7 @@ from cnr_store.encodings import affine, float_bits, kernels, packing, widths
 from cnr_store.encodings.widths import CODE_DTYPES, carrier
 from cnr_store.errors import BadDtype, BadInput, BadShape, NonFiniteValues
 from cnr_store.runtime.threads import Workers
-from cnr_store.segment.codes import Array, ArraySpec, decode_block
+from cnr_store.segment.codes import Array, ArraySpec, ExactRows, decode_block
 from cnr_store.segment.groups import Blocks, RowList
 from cnr_store.types import MAX_CODE, Affine, Lattice, Rectangle, RowIds
 
@@ -48,29 +48,15 @@ class FoundBadRows(Exception):
     """Some rows cannot be encoded; the caller separates them and encodes again."""
 
 
-class Given(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """Rows as the caller gives them: sorted ids, and per array (n, width) floats in its own dtype.
+class EncodedList(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """One row list in memory: sorted row ids and per array its stored form (n,) or (n, width)."""
 
-    The weights of a lattice may be given as their codes instead, int16 or int32 (`holds_codes`).
-    """
-
-    rows: RowIds
-    values: dict[str, Array]
-
-    def take(self, chosen: npt.NDArray[np.bool_]) -> Given:
-        """Return the chosen rows (copied)."""
-        return Given(self.rows[chosen], {name: array[chosen] for name, array in self.values.items()})
-
-
-class StagedList(msgspec.Struct, eq=False, gc=False):
-    """One row list in memory: sorted rows and per array its stored form (n,) or (n, width)."""
-
-    rows: RowIds
+    row_ids: RowIds
     arrays: dict[str, Array]
 
-    def between(self, start: int, stop: int) -> StagedList:
+    def between(self, start: int, stop: int) -> EncodedList:
         """Return rows [start, stop), not copied."""
-        return StagedList(self.rows[start:stop], {name: array[start:stop] for name, array in self.arrays.items()})
+        return EncodedList(self.row_ids[start:stop], {name: array[start:stop] for name, array in self.arrays.items()})
 
     def row_list(self, order: str | None = None) -> RowList:
         """Return the list as chunks to write, for `RowList.order`: slices, nothing copied."""
@@ -80,17 +66,9 @@ class StagedList(msgspec.Struct, eq=False, gc=False):
 
         def produce(start: int, stop: int) -> Blocks:
             own = self.between(start, stop)
-            return {"rows": own.rows, **own.arrays}
+            return {"rows": own.row_ids, **own.arrays}
 
-        return RowList(len(self.rows), widths_of, produce, order)
-
-
-def encode_rows(specs: Mapping[str, ArraySpec], given: Given, workers: Workers) -> StagedList:
-    """Return rows in their absolute stored form (a ``set`` list); the rows are known to be encodable."""
-    arrays: dict[str, Array] = {}
-    for name, spec in specs.items():
-        arrays |= encode_absolute(spec, given.values[name], workers)
-    return StagedList(given.rows, arrays)
+        return RowList(len(self.row_ids), widths_of, produce, order)
 
 
 def encode_absolute(spec: ArraySpec, values: Array, workers: Workers) -> dict[str, Array]:
@@ -171,16 +149,22 @@ def flag_not_finite(block: Array, spec: ArraySpec, flags: npt.NDArray[np.uint8])
         flags[~finite.all(axis=1)] = _BAD
 
 
-def escape_list(specs: Mapping[str, ArraySpec], given: Given) -> StagedList:
+def escape_list(specs: Mapping[str, ArraySpec], row_ids: RowIds, values: Mapping[str, Array]) -> EncodedList:
     """Return rows in their exact stored form: ``values`` and the slots, as floats; codes as what they stand for."""
     arrays: dict[str, Array] = {}
-    for name, array in given.values.items():
+    for name, array in values.items():
         spec, floats = specs[name], array
         if holds_codes(spec, array):
             floats = np.empty(array.shape, widths.carrier(spec.dtype))
             decode_block(spec, np.ascontiguousarray(array), floats)
         arrays["values" if name == "codes" else name] = stored_shape(spec, floats)
-    return StagedList(given.rows, arrays)
+    return EncodedList(row_ids, arrays)
+
+
+def put_escapes(escapes: ExactRows, exact: EncodedList, names: Iterable[str]) -> None:
+    """Add what `escape_list` returned to the exact rows of a mirror that has the arrays ``names``."""
+    values = {"codes" if name == "values" else name: columns_of(array) for name, array in exact.arrays.items()}
+    escapes.put(exact.row_ids, {name: values[name] for name in names})
 
 
 def refused_rows(table: str, row: int, count: int) -> NonFiniteValues:

@@ -1,23 +1,29 @@
-"""The code mirrors of a writer: one `TableCodes` per shard that it holds, in memory, in files, or not at all."""
+"""The code mirrors of a writer: one `TableCodes` per shard that it holds, in memory, in files, or not at all.
+
+`apply_rows` moves them to what a save wrote, once its commit has won.
+"""
 
 from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from cnr_store.encodings import row_kernels, table_kernels
 from cnr_store.encodings.widths import narrowest
 from cnr_store.errors import BadInput
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.local_files import failing_at, reserve
 from cnr_store.runtime.threads import Workers, blocks
-from cnr_store.segment.codes import ABSENT, CODED, TASK_ROWS, Allocate, Array, TableCodes
+from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, TASK_ROWS, Allocate, Array, TableCodes
 from cnr_store.segment.shards import Shard
-from cnr_store.types import MAX_CODE
+from cnr_store.types import MAX_CODE, Lattice
+from cnr_store.write.delta_rows import EncodedRows
+from cnr_store.write.encode import ENCODE_ROWS, EncodedList, columns_of, put_escapes
 from cnr_store.write.table_options import TableOptions
 
 MirrorMode = Literal["memory", "mmap", "none"]
@@ -206,3 +212,94 @@ class Mirrors:
         if self._scratch is not None:
             self._scratch.cleanup()
             self._scratch = None
+
+
+def apply_rows(changes: Iterable[tuple[EncodedRows, TableCodes]], workers: Workers) -> None:
+    """Move mirrors to encoded rows; call once, after the commit has won. Blocks; runs on ``workers``.
+
+    Of one mirror all changes are in other rows. Tables of one run move by one call, as `apply_alone` moves each.
+    """
+    together: dict[int, list[tuple[EncodedRows, TableCodes]]] = {}
+    for encoded, mirror in changes:
+        if encoded.run is None or not all(_can_take(mirror, name) for name in mirror.arrays):
+            apply_alone(encoded, mirror, workers)
+        elif encoded.lists:
+            together.setdefault(id(encoded.run), []).append((encoded, mirror))
+    for own in together.values():
+        _add_together(own)
+
+
+def apply_alone(encoded: EncodedRows, mirror: TableCodes, workers: Workers) -> None:
+    """Move the mirror of one table to its encoded rows."""
+    for operation, item in encoded.lists.items():
+        status = {"add": CODED, "set": CODED, "delete": ABSENT, "escape": ESCAPED}[operation]
+        if operation in ("add", "set"):
+            for name in mirror.arrays:
+                _move(mirror, name, item, workers, adds=operation == "add")
+        if operation != "add":
+            mirror.mark(item.row_ids, status)
+        if operation == "escape":
+            put_escapes(mirror.escapes, item, mirror.arrays)
+
+
+def _can_take(mirror: TableCodes, name: str) -> bool:
+    return mirror.arrays[name].flags.c_contiguous and not _wraps(mirror, name)
+
+
+def _add_together(own: Sequence[tuple[EncodedRows, TableCodes]]) -> None:
+    """Move mirrors to their rows of one run."""
+    run = own[0][0].run
+    assert run is not None  # asked before
+    mirrors = [mirror for _, mirror in own]
+    starts = np.array([encoded.start for encoded, _ in own], np.int64)
+    counts = np.array([len(encoded.lists["add"].row_ids) for encoded, _ in own], np.int64)
+    reached = np.empty(len(own), np.int64)
+    for name in mirrors[0].arrays:
+        codes = columns_of(run.arrays[name])
+        parts = table_kernels.parts_of(starts, counts, 0, [mirror.place_of(name) for mirror in mirrors])
+        table_kernels.add_to_mirrors(parts, run.row_ids, codes, reached)
+        for number in np.flatnonzero(reached >= 0).tolist():
+            added, mirror = own[number][0].lists["add"], mirrors[number]
+            _finish_move(mirror, name, added, [(int(reached[number]), len(added.row_ids))], adds=True)
+
+
+def _move(mirror: TableCodes, name: str, item: EncodedList, workers: Workers, *, adds: bool) -> None:
+    codes = np.ascontiguousarray(columns_of(item.arrays[name]))
+    held = mirror.arrays[name]
+    kernel: Callable[..., int] = row_kernels.add_codes if adds else row_kernels.put_codes
+    is_wrapping = adds and _wraps(mirror, name)
+
+    def move(start: int, stop: int) -> int:
+        """Return the position that an int16 mirror cannot hold, or ``stop``."""
+        rows, block = item.row_ids[start:stop], codes[start:stop]
+        if is_wrapping:
+            row_kernels.add_codes_wrapping(held, rows, mirror.start, block)
+            return stop
+        done = int(kernel(held, rows, mirror.start, block, 0))
+        return stop if done < 0 else start + done
+
+    ranges = blocks(len(codes), ENCODE_ROWS)
+    reached = workers.run_blocks(move, len(codes), ENCODE_ROWS)
+    rest = [(done, stop) for done, (_, stop) in zip(reached, ranges, strict=True) if done < stop]
+    if rest:
+        _finish_move(mirror, name, item, rest, adds=adds)
+
+
+def _wraps(mirror: TableCodes, name: str) -> bool:
+    """Return whether differences of an array are modulo 2^32, so that a sum never leaves its mirror's range."""
+    return mirror.arrays[name].dtype == np.int32 and not isinstance(mirror.specs[name].encoding, Lattice)
+
+
+def _finish_move(
+    mirror: TableCodes, name: str, item: EncodedList, rest: Sequence[tuple[int, int]], *, adds: bool
+) -> None:
+    """Widen a mirror's array and move positions ``(start, stop)`` of a list, at whose first the kernel stopped."""
+    codes = np.ascontiguousarray(columns_of(item.arrays[name]))
+    held = mirror.arrays[name]
+    for done, _ in rest if adds else []:
+        # The kernel stopped after it wrapped this row in int16; wrapping back restores it.
+        held[item.row_ids[done] - mirror.start] -= codes[done].astype(np.int16)
+    mirror.widen(name)
+    kernel: Callable[..., int] = row_kernels.add_codes if adds else row_kernels.put_codes
+    for start, stop in rest:
+        kernel(mirror.arrays[name], item.row_ids[start:stop], mirror.start, codes[start:stop], 0)

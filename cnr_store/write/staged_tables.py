@@ -19,19 +19,18 @@ from cnr_store.segment.rows import own_row_ids
 from cnr_store.segment.shards import Shard
 from cnr_store.segment.writer import SegmentWriter
 from cnr_store.types import Rectangle, RowIds
-from cnr_store.write.baseline_rows import (
-    StagedTable,
-    is_fully_mirrored,
-    scan_table,
-    stage_mirror,
-    stage_table,
+from cnr_store.write.baseline_rows import EncodedTable, encode_mirror, encode_table, is_fully_mirrored, scan_table
+from cnr_store.write.delta_rows import (
+    EncodedRows,
+    TouchedTable,
+    encode_delete,
+    encode_touched,
+    options_on_bad_rows,
 )
-from cnr_store.write.delta_rows import StagedRows, TouchedTable, options_on_bad_rows, stage_delete
-from cnr_store.write.encode import Given, RowUpdate, StagedList, check_arrays, columns_of, refused_rows
-from cnr_store.write.mirrors import Mirrors
+from cnr_store.write.encode import EncodedList, RowUpdate, check_arrays, columns_of, refused_rows
+from cnr_store.write.mirrors import Mirrors, apply_rows
 from cnr_store.write.schema_changes import SchemaChanges
 from cnr_store.write.schema_choice import checked_size, table_dtype
-from cnr_store.write.table_batch import apply_tables, stage_tables
 from cnr_store.write.table_options import TableOptions
 from cnr_store.write.writer_state import SegmentDraft, WriterState
 
@@ -51,32 +50,32 @@ class PartWriter:
         self.out = out
         self.entries: dict[Shard, dict[str, WrittenList]] = {}
 
-    def write_table(self, shard: Shard, staged: StagedTable) -> None:
+    def write_table(self, shard: Shard, whole: EncodedTable) -> None:
         """Write all rows of a shard: coded rows as ``set``, exact ones as ``escape``."""
         entries = self.entries.setdefault(shard, {})
-        lists = {"set": staged.rows, "escape": None if staged.escape is None else staged.escape.row_list()}
+        lists = {"set": whole.rows, "escape": None if whole.escape is None else whole.escape.row_list()}
         for operation, row_list in lists.items():
             if row_list is not None:
                 entries[operation] = self.out.write_row_list(operation, row_list)
 
-    def write_lists(self, changed: Mapping[Shard, Sequence[StagedRows]]) -> None:
+    def write_lists(self, changed: Mapping[Shard, Sequence[EncodedRows]]) -> None:
         """Write the row lists of a delta; a shard without any gets no object."""
-        runs: dict[int, list[tuple[Shard, StagedRows]]] = {}
+        runs: dict[int, list[tuple[Shard, EncodedRows]]] = {}
         for shard, changes in changed.items():
             entries = self.entries.setdefault(shard, {})
             # Parts stand in the order of their rows in each group, so lists of one shard are written one by one.
             if len(changes) == 1 and changes[0].run is not None and changes[0].lists:
                 runs.setdefault(id(changes[0].run), []).append((shard, changes[0]))
                 continue
-            for staged in changes:
-                for operation, item in staged.lists.items():
-                    entries[operation] = self.out.write_row_list(operation, _row_list(operation, staged, item))
+            for encoded in changes:
+                for operation, item in encoded.lists.items():
+                    entries[operation] = self.out.write_row_list(operation, _row_list(operation, encoded, item))
         for own in runs.values():
             self._write_run(sorted(own, key=lambda one: one[1].start))
 
-    def _write_run(self, own: Sequence[tuple[Shard, StagedRows]]) -> None:
+    def _write_run(self, own: Sequence[tuple[Shard, EncodedRows]]) -> None:
         """Write the lists of shards that have no others, of one run in its order."""
-        counts = [len(staged.lists["add"].rows) for _, staged in own]
+        counts = [len(encoded.lists["add"].row_ids) for _, encoded in own]
         first, run = own[0][1], own[0][1].run
         assert run is not None  # asked before
         joined = _row_list("add", first, run)
@@ -84,7 +83,7 @@ class PartWriter:
             written = self.out.write_small_lists("add", joined, counts)
         else:
             written = [
-                self.out.write_row_list("add", _row_list("add", staged, staged.lists["add"])) for _, staged in own
+                self.out.write_row_list("add", _row_list("add", encoded, encoded.lists["add"])) for _, encoded in own
             ]
         for (shard, _), one in zip(own, written, strict=True):
             del self.entries[shard]
@@ -100,9 +99,9 @@ class PartWriter:
         return WrittenPart(place, self.entries.get(shard, {}))
 
 
-def _row_list(operation: str, staged: StagedRows, item: StagedList) -> RowList:
+def _row_list(operation: str, encoded: EncodedRows, item: EncodedList) -> RowList:
     dtypes = {name: array.dtype for name, array in item.arrays.items()}
-    return item.row_list(order_of(operation, staged.specs, dtypes))
+    return item.row_list(order_of(operation, encoded.specs, dtypes))
 
 
 def _hex(digest: int | None) -> str | None:
@@ -120,8 +119,8 @@ class StagedTables:
         self._draft = draft
         self._schemas = schemas
         self._parts = PartWriter(out)
-        self._rows: dict[Shard, list[StagedRows]] = {}
-        self._whole: dict[Shard, StagedTable] = {}
+        self._rows: dict[Shard, list[EncodedRows]] = {}
+        self._whole: dict[Shard, EncodedTable] = {}
         self._live: dict[Shard, RowIds] = {}
         """Shards whose mirror was read live, and their rows that could not be encoded then."""
         self._digests: dict[Shard, int | None] = {}
@@ -140,11 +139,11 @@ class StagedTables:
         slots: Mapping[str, Any],
         options: TableOptions | None,
         rectangle: Rectangle | None,
-    ) -> tuple[Shard, StagedTable]:
+    ) -> tuple[Shard, EncodedTable]:
         """Encode every row of a table, or of one shard of it; nothing is put yet."""
         shard, schema, place, arrays = self._begin_whole(table, values, slots, options, rectangle)
         mirrors = self._state.mirrors
-        return shard, stage_table(
+        return shard, encode_table(
             table, schema, arrays,
             allocate=None if mirrors.mode == "none" else mirrors.allocator(),
             on_bad_rows=options_on_bad_rows(self._schemas.options_of(table)),
@@ -200,11 +199,11 @@ class StagedTables:
             mirrors.release_for_baseline(shard)
         return shard, schema, place, arrays
 
-    def put_table(self, shard: Shard, staged: StagedTable) -> None:
+    def put_table(self, shard: Shard, whole: EncodedTable) -> None:
         """Put an encoded table. Blocks. After an error some of its objects are there: the transaction must end."""
-        self._schemas.tables[shard.table], self._digests[shard] = staged.schema, staged.digest
-        self._whole[shard] = staged
-        self._parts.write_table(shard, staged)
+        self._schemas.tables[shard.table], self._digests[shard] = whole.schema, whole.digest
+        self._whole[shard] = whole
+        self._parts.write_table(shard, whole)
 
     def stage_rows(self, updates: Sequence[RowUpdate]) -> list[int]:
         """Encode touched rows of tables against their mirrors; returns how many rows of each the segment will hold."""
@@ -215,17 +214,17 @@ class StagedTables:
             raise BadInput(f"table {twice} is given twice in one call; give its rows at once", table=twice.table)
         for shard, touched in given:
             self._check_touched(shard, touched)
-        filled = [number for number, (_, touched) in enumerate(given) if len(touched.given.rows)]
-        staged = stage_tables(
+        filled = [number for number, (_, touched) in enumerate(given) if len(touched.row_ids)]
+        encoded = encode_touched(
             [given[number][1] for number in filled],
             absolute=self._draft.is_one_shot, workers=self._state.setup.workers,
         )  # fmt: skip
         for shard in shards:
             self._rows.setdefault(shard, [])
         counts = [0] * len(updates)
-        for number, rows in zip(filled, staged, strict=True):
+        for number, rows in zip(filled, encoded, strict=True):
             self._keep_rows(shards[number], rows)
-            counts[number] = sum(len(item.rows) for item in rows.lists.values())
+            counts[number] = sum(len(item.row_ids) for item in rows.lists.values())
         return counts
 
     def changed_rows(
@@ -236,8 +235,8 @@ class StagedTables:
         [(_, touched)] = self._given([RowUpdate(table, row_ids, values, slots, rectangle=rectangle)])
         if touched.mirror is None or len(row_ids) == 0:
             return row_ids
-        [staged] = stage_tables([touched], absolute=False, workers=self._state.setup.workers)
-        return np.sort(np.concatenate([np.empty(0, np.int64), *(item.rows for item in staged.lists.values())]))
+        [encoded] = encode_touched([touched], absolute=False, workers=self._state.setup.workers)
+        return np.sort(np.concatenate([np.empty(0, np.int64), *(item.row_ids for item in encoded.lists.values())]))
 
     def _given(self, updates: Sequence[RowUpdate]) -> list[tuple[Shard, TouchedTable]]:
         """Check rows of shards, and find what they are encoded against; their arrays are by name, (n, width) each."""
@@ -253,14 +252,14 @@ class StagedTables:
             floats = {name: columns_of(np.asarray(array)) for name, array in arrays.items()}
             mirror, base = self._mirror(shard)
             on_bad_rows = update.nonfinite or options_on_bad_rows(self._schemas.options_of(update.table))
-            touched = TouchedTable(update.table, specs, mirror, Given(rows, floats), base, on_bad_rows)
+            touched = TouchedTable(update.table, specs, mirror, rows, floats, base, on_bad_rows)
             given.append((shard, touched))
         return given
 
     def _check_touched(self, shard: Shard, touched: TouchedTable) -> None:
         """Refuse rows that this transaction has already, or a baseline of touched rows alone."""
         self._check_first(shard, "add", "set", "escape")
-        self._check_disjoint(shard, touched.given.rows)
+        self._check_disjoint(shard, touched.row_ids)
         schema = self._schemas.tables[shard.table]
         is_baseline = self._draft.kind == "baseline" and schema.keys == "dense"
         if is_baseline and (touched.mirror is None or not is_fully_mirrored(schema)):
@@ -285,7 +284,7 @@ class StagedTables:
             )
         if len(row_ids) == 0:
             return
-        self._keep_rows(shard, stage_delete(mirror, row_ids, base))
+        self._keep_rows(shard, encode_delete(mirror, row_ids, base))
 
     def _mirror(self, shard: Shard) -> tuple[TableCodes | None, int | None]:
         """The mirror that rows of a shard are laid over, and its digest: a hashed table has none, its name may have."""
@@ -293,20 +292,20 @@ class StagedTables:
             return None, None
         return self._state.mirrors.get(shard), self._state.mirrors.digest(shard)
 
-    def _keep_rows(self, shard: Shard, staged: StagedRows) -> None:
+    def _keep_rows(self, shard: Shard, encoded: EncodedRows) -> None:
         before = self._digests.get(shard)
-        if before is not None and staged.digest is not None and (base := self._mirror(shard)[1]) is not None:
+        if before is not None and encoded.digest is not None and (base := self._mirror(shard)[1]) is not None:
             # Both changes were computed from the mirror's state; they touch disjoint rows, so they add up.
-            staged.digest = (before + staged.digest - base) % (1 << 64)
-        self._digests[shard] = staged.digest
-        self._rows.setdefault(shard, []).append(staged)
+            encoded.digest = (before + encoded.digest - base) % (1 << 64)
+        self._digests[shard] = encoded.digest
+        self._rows.setdefault(shard, []).append(encoded)
 
     def _check_first(self, shard: Shard, *operations: str) -> None:
         changes, entries = self._rows.get(shard, []), self._parts.entries.get(shard, {})
         if not changes and not entries and shard not in self._whole:
             return
         wanted = set(operations)
-        done = {op for staged in changes for op in staged.lists} | set(entries)
+        done = {op for encoded in changes for op in encoded.lists} | set(entries)
         if shard in self._whole or (done & wanted if wanted else done):
             raise BadInput(
                 f"table {shard} was written in this transaction already; give its rows at once", table=shard.table
@@ -314,9 +313,9 @@ class StagedTables:
 
     def _check_disjoint(self, shard: Shard, row_ids: RowIds) -> None:
         table = shard.table
-        for staged in self._rows.get(shard, []):
-            for item in staged.lists.values():
-                both = np.intersect1d(item.rows, row_ids, assume_unique=True)
+        for encoded in self._rows.get(shard, []):
+            for item in encoded.lists.values():
+                both = np.intersect1d(item.row_ids, row_ids, assume_unique=True)
                 if len(both):
                     raise BadRowIds(
                         f"row {int(both[0])} of table {table!r} is both written and deleted in one transaction",
@@ -376,7 +375,7 @@ class StagedTables:
                 continue
             changed = rows_since(replaced, table, schema)
             for shard in shards:
-                given = [item.rows for staged in self._rows.get(shard, []) for item in staged.lists.values()]
+                given = [item.row_ids for encoded in self._rows.get(shard, []) for item in encoded.lists.values()]
                 missing = np.setdiff1d(changed, np.concatenate([np.empty(0, np.int64), *given]))
                 if schema.keys == "dense":
                     start, stop = shard.rectangle_in(schema).rows
@@ -433,15 +432,15 @@ class StagedTables:
                 "memory was changed, but not by the writer; restore first, or write the table whole",
                 table=shard.table, expected=f"{known:016x}", found=f"{found:016x}",
             )  # fmt: skip
-        merged = StagedRows(mirror.specs, digest=self._digests.get(shard, known))
-        for staged in self._rows.get(shard, []):
-            merged.lists |= staged.lists
+        merged = EncodedRows(mirror.specs, digest=self._digests.get(shard, known))
+        for encoded in self._rows.get(shard, []):
+            merged.lists |= encoded.lists
         if options_on_bad_rows(self._schemas.options_of(shard.table)) == "refuse":
-            given = [item.rows for item in merged.lists.values()]
+            given = [item.row_ids for item in merged.lists.values()]
             bad = np.setdiff1d(self._live.get(shard, np.empty(0, np.int64)), np.concatenate([np.empty(0, int), *given]))
             if len(bad):
                 raise refused_rows(shard.table, int(bad[0]), len(bad))
-        whole = stage_mirror(schema, mirror, merged)
+        whole = encode_mirror(schema, mirror, merged)
         self._digests[shard] = whole.digest
         self._parts.write_table(shard, whole)
 
@@ -458,8 +457,8 @@ class StagedTables:
                 mirrors.forget(shard)
         moved = [(shard, mirrors.get(shard)) for shard in self._rows]
         mirrored = [(shard, mirror) for shard, mirror in moved if mirror is not None]
-        changes = ((staged, mirror) for shard, mirror in mirrored for staged in self._rows[shard])
-        apply_tables(changes, self._state.setup.workers)
+        changes = ((encoded, mirror) for shard, mirror in mirrored for encoded in self._rows[shard])
+        apply_rows(changes, self._state.setup.workers)
         for shard, mirror in mirrored:
             mirrors.put(shard, mirror, self._digests.get(shard, mirrors.digest(shard)))
         mirrors.options.update(self._schemas.options)

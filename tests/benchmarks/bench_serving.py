@@ -22,10 +22,10 @@ from typing import Any, get_args
 import harness
 import numpy as np
 import numpy.typing as npt
-from drifting import DIM, decompress, stored_bytes
+from drifting import DIM, TABLE, decompress, stored_bytes
 from numba import njit
 from partners import Partner, Told
-from serving_stores import BITS, DELTA_SHARE, STEP_CHANGED, STEP_TABLES, TABLE, write_deltas
+from serving_stores import BITS, DELTA_SHARE, STEP_CHANGED, STEP_TABLES, write_deltas
 
 from cnr_store import Store
 from cnr_store.encodings import row_kernels

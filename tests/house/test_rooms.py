@@ -253,7 +253,7 @@ def test_nothing_can_run_code_from_a_store() -> None:
         ("maintenance", "from rich.progress import Progress"),
         ("store", "from cnr_store_gpu import bitmap"),
         ("communication", "from cnr_store.store import Store"),
-        ("read", "from cnr_store.write.encode import encode_rows"),
+        ("read", "from cnr_store.write.encode import encode_block"),
     ],
 )
 def test_a_wrong_arrow_is_seen(room: str, line: str) -> None:

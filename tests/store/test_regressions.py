@@ -163,7 +163,7 @@ def test_a_half_moved_mirror_is_nobodys_state(store: Store, monkeypatch: pytest.
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("cnr_store.write.staged_tables.apply_tables", fail)
+        patch.setattr("cnr_store.write.staged_tables.apply_rows", fail)
         with pytest.raises(MemoryError):
             txn.commit()
 

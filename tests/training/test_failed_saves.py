@@ -370,7 +370,7 @@ def mirrors_that_fail(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise MemoryError("moving a mirror")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cnr_store.write.staged_tables.apply_tables", fail)
+        patch.setattr("cnr_store.write.staged_tables.apply_rows", fail)
         yield
 
 

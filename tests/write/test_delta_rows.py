@@ -14,9 +14,9 @@ from cnr_store.errors import NonFiniteValues
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import TableCodes, array_specs
-from cnr_store.write.baseline_rows import stage_mirror, stage_table
-from cnr_store.write.delta_rows import StagedRows, TouchedTable, stage_delete, stage_rows
-from cnr_store.write.encode import Given
+from cnr_store.write.baseline_rows import encode_mirror, encode_table
+from cnr_store.write.delta_rows import EncodedRows, TouchedTable, encode_alone, encode_delete
+from cnr_store.write.mirrors import apply_alone
 from cnr_store.write.schema_choice import table_schema
 
 ROWS, DIM = 8, 3
@@ -36,7 +36,7 @@ def setting(
         slot = msgspec.structs.replace(schema.slots[unmirrored], mirror=False)
         schema = msgspec.structs.replace(schema, slots={**schema.slots, unmirrored: slot})
     arrays = {"codes": values, **{f"slots/{name}": slot for name, slot in slots.items()}}
-    staged = stage_table("t", schema, arrays, allocate=np.zeros, on_bad_rows="refuse", workers=workers)
+    staged = encode_table("t", schema, arrays, allocate=np.zeros, on_bad_rows="refuse", workers=workers)
     assert staged.mirror is not None
     assert staged.digest == staged.mirror.digest()
     return schema, staged.mirror
@@ -45,20 +45,19 @@ def setting(
 def stage(
     schema: TableSchema, mirror: TableCodes | None, rows: Any, workers: Workers, *, bad: Any = "refuse",
     absolute: bool = False, **arrays: Any,
-) -> StagedRows:  # fmt: skip
+) -> EncodedRows:  # fmt: skip
     values = {
         ("codes" if name == "values" else f"slots/{name}"): array.reshape(len(array), -1)
         for name, array in arrays.items()
     }
     digest = None if mirror is None else mirror.digest()
-    given = Given(np.asarray(rows, np.int64), values)
-    touched = TouchedTable("t", array_specs(schema), mirror, given, digest, bad)
-    return stage_rows(touched, absolute=absolute, workers=workers)
+    touched = TouchedTable("t", array_specs(schema), mirror, np.asarray(rows, np.int64), values, digest, bad)
+    return encode_alone(touched, absolute=absolute, workers=workers)
 
 
-def moved(staged: StagedRows, mirror: TableCodes, workers: Workers) -> None:
+def moved(staged: EncodedRows, mirror: TableCodes, workers: Workers) -> None:
     """Apply, and hold the digest to a recomputation."""
-    staged.apply(mirror, workers)
+    apply_alone(staged, mirror, workers)
     assert mirror.digest() == staged.digest
 
 
@@ -72,7 +71,7 @@ def test_a_row_leaves_only_if_no_code_of_any_array_changed(workers: Workers) -> 
     new_slot[3] *= np.float32(1.0001)  # rounds to the same 7 bits
     staged = stage(schema, mirror, range(4), workers, values=new, m=new_slot)
     assert list(staged.lists) == ["add"]
-    assert staged.lists["add"].rows.tolist() == [1, 2]
+    assert staged.lists["add"].row_ids.tolist() == [1, 2]
     assert staged.lists["add"].arrays["codes"].tolist() == [[0, 0, 2], [0, 0, 0]]
     moved(staged, mirror, workers)
     assert stage(schema, mirror, range(4), workers, values=new, m=new_slot).lists == {}
@@ -82,7 +81,7 @@ def test_rows_with_an_unmirrored_slot_never_leave(workers: Workers) -> None:
     values = np.ones((ROWS, DIM), np.float32)
     schema, mirror = setting(TableOptions(scale=0.5), workers, values, unmirrored="v", v=values)
     staged = stage(schema, mirror, [2, 5], workers, values=values[:2], v=values[:2])
-    assert staged.lists["add"].rows.tolist() == [2, 5]
+    assert staged.lists["add"].row_ids.tolist() == [2, 5]
     assert not staged.lists["add"].arrays["codes"].any()
     assert staged.lists["add"].arrays["slots/v"].all()
 
@@ -90,13 +89,13 @@ def test_rows_with_an_unmirrored_slot_never_leave(workers: Workers) -> None:
 def test_absent_and_escaped_rows_come_back_as_set_rows(workers: Workers) -> None:
     values = np.ones((ROWS, DIM), np.float32)
     schema, mirror = setting(TableOptions(scale=0.5), workers, values)
-    moved(stage_delete(mirror, np.asarray([1, 2]), mirror.digest()), mirror, workers)
+    moved(encode_delete(mirror, np.asarray([1, 2]), mirror.digest()), mirror, workers)
     bad = np.full((2, DIM), np.nan, np.float32)
     escaped = stage(schema, mirror, [2, 3], workers, values=bad, bad="escape")
-    assert {name: item.rows.tolist() for name, item in escaped.lists.items()} == {"escape": [2, 3]}
+    assert {name: item.row_ids.tolist() for name, item in escaped.lists.items()} == {"escape": [2, 3]}
     moved(escaped, mirror, workers)
     staged = stage(schema, mirror, [0, 1, 2, 3, 4], workers, values=2 * np.ones((5, DIM), np.float32))
-    assert {name: item.rows.tolist() for name, item in staged.lists.items()} == {"add": [0, 4], "set": [1, 2, 3]}
+    assert {name: item.row_ids.tolist() for name, item in staged.lists.items()} == {"add": [0, 4], "set": [1, 2, 3]}
     moved(staged, mirror, workers)
     assert (mirror.arrays["codes"][:5] == 4).all()
     assert len(mirror.escapes.rows) == 0
@@ -123,7 +122,7 @@ def test_bad_rows_are_named_or_escape_and_the_good_ones_are_staged(workers: Work
     with pytest.raises(NonFiniteValues, match="row 4 of table 't'"):
         stage(schema, mirror, [2, 4, 6], workers, values=new)
     staged = stage(schema, mirror, [2, 4, 6], workers, values=new, bad="escape")
-    assert {name: item.rows.tolist() for name, item in staged.lists.items()} == {"escape": [4], "add": [2, 6]}
+    assert {name: item.row_ids.tolist() for name, item in staged.lists.items()} == {"escape": [4], "add": [2, 6]}
     assert staged.lists["escape"].arrays["values"].tobytes() == new[1:2].tobytes()
     moved(staged, mirror, workers)
 
@@ -147,17 +146,17 @@ def test_differences_are_stored_as_narrow_as_they_fit_and_widen_the_mirror(worke
 def test_a_baseline_from_the_mirror_has_the_changes_and_leaves_it_alone(workers: Workers) -> None:
     values = np.arange(ROWS * DIM, dtype=np.float32).reshape(ROWS, DIM)
     schema, mirror = setting(TableOptions(scale=0.5), workers, values)
-    moved(stage_delete(mirror, np.asarray([5]), mirror.digest()), mirror, workers)
+    moved(encode_delete(mirror, np.asarray([5]), mirror.digest()), mirror, workers)
     before = mirror.arrays["codes"].copy()
     new = values[[0, 2, 5]] + 40_000
     new[1, 0] = np.nan
     staged = stage(schema, mirror, [0, 2, 5], workers, values=new, bad="escape")
-    staged.lists |= stage_delete(mirror, np.asarray([7]), mirror.digest()).lists
-    whole = stage_mirror(schema, mirror, staged)
+    staged.lists |= encode_delete(mirror, np.asarray([7]), mirror.digest()).lists
+    whole = encode_mirror(schema, mirror, staged)
     assert whole.rows is not None
     assert whole.escape is not None
     assert whole.rows.count == 6
-    assert whole.escape.rows.tolist() == [2]
+    assert whole.escape.row_ids.tolist() == [2]
     for start, stop in ((0, 6), (0, 1), (2, 5)):
         block = whole.rows.produce(start, stop)
         kept = np.asarray([0, 1, 3, 4, 5, 6])[start:stop]

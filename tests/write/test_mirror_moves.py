@@ -9,7 +9,7 @@ import pytest
 
 from cnr_store import Store, TableOptions
 from cnr_store.segment.shards import Shard
-from cnr_store.write import delta_rows, encode
+from cnr_store.write import delta_rows, encode, mirrors
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -17,8 +17,8 @@ from cnr_store.write import delta_rows, encode
 def test_codes_beyond_int16_in_any_block_widen_the_mirror_once(
     monkeypatch: pytest.MonkeyPatch, threads: int, outliers: list[int]
 ) -> None:
-    monkeypatch.setattr(delta_rows, "ENCODE_ROWS", 4)
-    monkeypatch.setattr(encode, "ENCODE_ROWS", 4)
+    for module in (delta_rows, encode, mirrors):
+        monkeypatch.setattr(module, "ENCODE_ROWS", 4)
     store = Store.create(f"memory://{uuid.uuid4().hex}", threads=threads)
     values = np.arange(40, dtype=np.float32).reshape(20, 2)
     rows = np.arange(20, dtype=np.int64)

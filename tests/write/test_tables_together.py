@@ -17,11 +17,10 @@ from cnr_store.format import arrays
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import ABSENT, TableCodes, array_specs
 from cnr_store.segment.rows import check_row_ids, own_row_ids
-from cnr_store.write.baseline_rows import stage_table
-from cnr_store.write.delta_rows import StagedRows, TouchedTable, stage_rows
-from cnr_store.write.encode import Given
+from cnr_store.write.baseline_rows import encode_table
+from cnr_store.write.delta_rows import EncodedRows, TouchedTable, encode_alone, encode_touched
+from cnr_store.write.mirrors import apply_alone, apply_rows
 from cnr_store.write.schema_choice import table_schema
-from cnr_store.write.table_batch import apply_tables, stage_tables
 
 ROWS = 12
 
@@ -39,7 +38,7 @@ def touched_table(data: st.DataObject, number: int, workers: Workers) -> Touched
     )
     schema = table_schema(f"t{number}", options, num_rows=ROWS, dim=dim, dtype="float32", sample=values, slots=slots)
     arrays = {"codes": values, **{f"slots/{name}": slot for name, slot in slots.items()}}
-    mirror = stage_table(
+    mirror = encode_table(
         f"t{number}", schema, arrays, allocate=np.zeros, on_bad_rows="refuse", workers=workers
     ).mirror  # fmt: skip
     assert mirror is not None
@@ -58,13 +57,13 @@ def touched_table(data: st.DataObject, number: int, workers: Workers) -> Touched
         new[data.draw(st.sampled_from(sorted(new)))][-1] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
     if kind == "strided":
         new["codes"] = np.asfortranarray(new["codes"])
-    return TouchedTable(f"t{number}", array_specs(schema), mirror, Given(rows, new), mirror.digest(), "escape")
+    return TouchedTable(f"t{number}", array_specs(schema), mirror, rows, new, mirror.digest(), "escape")
 
 
-def lists_of(staged: StagedRows) -> dict[str, object]:
+def lists_of(encoded: EncodedRows) -> dict[str, object]:
     return {
-        operation: (item.rows.tolist(), {n: (a.dtype, a.shape, a.tobytes()) for n, a in item.arrays.items()})
-        for operation, item in staged.lists.items()
+        operation: (item.row_ids.tolist(), {n: (a.dtype, a.shape, a.tobytes()) for n, a in item.arrays.items()})
+        for operation, item in encoded.lists.items()
     }
 
 
@@ -78,22 +77,22 @@ def state_of(mirror: TableCodes) -> tuple[object, ...]:
 def test_tables_together_have_the_row_lists_of_each_alone(data: st.DataObject) -> None:
     with Workers(2) as workers:
         touched = [touched_table(data, number, workers) for number in range(data.draw(st.integers(0, 7)))]
-        touched = [one for one in touched if len(one.given.rows)]
+        touched = [one for one in touched if len(one.row_ids)]
         absolute = data.draw(st.sampled_from([False, False, True]))
 
-        together = stage_tables(touched, absolute=absolute, workers=workers)
+        together = encode_touched(touched, absolute=absolute, workers=workers)
 
-        expected = [stage_rows(one, absolute=absolute, workers=workers) for one in touched]
-        assert [lists_of(staged) for staged in together] == [lists_of(staged) for staged in expected]
-        assert [staged.digest for staged in together] == [staged.digest for staged in expected]
+        expected = [encode_alone(one, absolute=absolute, workers=workers) for one in touched]
+        assert [lists_of(encoded) for encoded in together] == [lists_of(encoded) for encoded in expected]
+        assert [encoded.digest for encoded in together] == [encoded.digest for encoded in expected]
         moved = [copy.deepcopy(one.mirror) for one in touched if one.mirror is not None]
         mirrors = [one.mirror for one in touched if one.mirror is not None]
-        apply_tables(zip(together, mirrors, strict=True), workers)
-        for staged, mirror in zip(expected, moved, strict=True):
-            staged.apply(mirror, workers)
+        apply_rows(zip(together, mirrors, strict=True), workers)
+        for encoded, mirror in zip(expected, moved, strict=True):
+            apply_alone(encoded, mirror, workers)
         assert [state_of(mirror) for mirror in mirrors] == [state_of(mirror) for mirror in moved]
         if not absolute:
-            assert [mirror.digest() for mirror in mirrors] == [staged.digest for staged in together]
+            assert [mirror.digest() for mirror in mirrors] == [encoded.digest for encoded in together]
 
 
 def test_tables_of_many_rows_are_encoded_in_several_runs() -> None:
@@ -104,18 +103,18 @@ def test_tables_of_many_rows_are_encoded_in_several_runs() -> None:
             values = random.standard_normal((9_000, 2)).astype(np.float32)
             options = TableOptions(scale=0.1)
             schema = table_schema("t", options, num_rows=9_000, dim=2, dtype="float32", sample=values, slots={})
-            mirror = stage_table(
+            mirror = encode_table(
                 f"t{number}", schema, {"codes": values}, allocate=np.zeros, on_bad_rows="refuse", workers=workers
             ).mirror  # fmt: skip
             assert mirror is not None
             rows = np.arange(len(values), dtype=np.int64)
-            given_rows = Given(rows, {"codes": values + np.float32(1)})
+            new = {"codes": values + np.float32(1)}
             touched.append(
-                TouchedTable(f"t{number}", array_specs(schema), mirror, given_rows, mirror.digest(), "refuse")
+                TouchedTable(f"t{number}", array_specs(schema), mirror, rows, new, mirror.digest(), "refuse")
             )  # fmt: skip
-        found = stage_tables(touched, absolute=False, workers=workers)
+        found = encode_touched(touched, absolute=False, workers=workers)
         assert [lists_of(one) for one in found] == [
-            lists_of(stage_rows(one, absolute=False, workers=workers)) for one in touched
+            lists_of(encode_alone(one, absolute=False, workers=workers)) for one in touched
         ]
 
 
