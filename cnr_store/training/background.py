@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
-import msgspec
 import torch
 
 from cnr_store.errors import BackgroundSaveFailed, CommitStateUnknown, Fenced, RankLost
@@ -88,13 +87,6 @@ class WholeShard:
     options: TableOptions | None
 
 
-class TouchedRows(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """Touched rows of one shard: their ids in the whole table; the copies are in the staging."""
-
-    key: Shard
-    row_ids: RowIds
-
-
 @dataclass(slots=True, eq=False)
 class LiveRead:
     """Shards that are read into their mirrors while the training continues, before the save that they are part of.
@@ -137,14 +129,16 @@ class SaveJob:
     """Everything that one save needs, as of one instant; the transaction has the dense tensors and documents already.
 
     ``fixed`` are the documents that no training step changes: the background has time to encode them.
-    ``taken``, ``rows``, ``whole`` and the staging go by name of the shard. ``declares``: whether tables, of any rank,
-    are stored anew. ``read``: what was read of them before.
+    ``shards`` are those that this rank writes; ``taken``, ``rows``, ``whole`` and the staging go by their names, too.
+    ``rows`` are ids of the whole table, whose copies are staged. ``declares``: whether tables, of any rank, are stored
+    anew. ``read``: what was read of them before.
     """
 
     transaction: Transaction
+    shards: Mapping[str, Shard]
     taken: Mapping[str, Taken]
     staged: Staged
-    rows: Mapping[str, TouchedRows]
+    rows: Mapping[str, RowIds]
     whole: Mapping[str, WholeShard]
     drops: tuple[str, ...]
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -158,7 +152,7 @@ class SaveJob:
     @property
     def row_count(self) -> int:
         """Rows that this rank writes."""
-        touched = sum(len(rows.row_ids) for name, rows in self.rows.items() if name not in self.read_shards)
+        touched = sum(len(row_ids) for name, row_ids in self.rows.items() if name not in self.read_shards)
         whole = {**self.read_shards, **self.whole}
         return touched + sum(one.weight.shape[0] for one in whole.values())
 
@@ -200,14 +194,13 @@ def run_save(job: SaveJob) -> None:
             )
         codes = job.staged.codes
         updates = []
-        for name, rows in job.rows.items():
-            if len(rows.row_ids):
+        for name, row_ids in job.rows.items():
+            if len(row_ids):
                 copies = job.staged.arrays(name, as_array)
                 values = as_array(codes[name]) if name in codes else copies.pop(WEIGHT)
                 slots = {slot: array[:, 0] if array.shape[1:] == (1,) else array for slot, array in copies.items()}
-                updates.append(
-                    RowUpdate(rows.key.table, rows.row_ids, values, slots, rectangle=rows.key.rectangle)
-                )  # fmt: skip
+                shard = job.shards[name]
+                updates.append(RowUpdate(shard.table, row_ids, values, slots, rectangle=shard.rectangle))
         transaction.write_many(updates)
         job.encode_s = time.perf_counter() - started + (job.read.read_s if job.read else 0.0)
         waited_s = job.stall_s + (job.encode_s if job.whole else 0.0)  # for whole tables the training is still waiting

@@ -43,14 +43,15 @@ _LOOKS = 3
 
 @dataclass(frozen=True, slots=True)
 class RestoredState:
-    """What was restored, for the caller's loop.
+    """What was restored, or loaded by `load`.
 
     Attributes
     ----------
     step, version
         Training step of the state, and the version that it was read from.
     reader_state
-        State of the reader, already given to the manager's ``reader`` if there is one; None if none was saved.
+        State of the reader, already given to the manager's ``reader`` if there is one; None if none was saved, and of
+        `load`, which reads none.
     tables
         Names of the tables that were filled.
     missing, unexpected
@@ -181,27 +182,6 @@ def looking_again(load: Callable[[], Loaded], *, is_head: bool) -> Loaded:
     return load()
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedState:
-    """What `load` has put into a model.
-
-    Attributes
-    ----------
-    version, step
-        The version that was read, and its training step.
-    tables
-        Names of the tables that were filled.
-    missing, unexpected
-        As of `RestoredState`.
-    """
-
-    version: int
-    step: int
-    tables: tuple[str, ...]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-
-
 def load(
     store: str | Store,
     model: nn.Module,
@@ -218,7 +198,7 @@ def load(
     ranks: Ranks | None = None,
     storage_options: Mapping[str, Any] | None = None,
     threads: int | None = None,
-) -> LoadedState:
+) -> RestoredState:
     """Read a checkpoint into a model, in place: to evaluate it, also beside the training that writes the store. Blocks.
 
     Writes nothing to the store and does not fence writers: read-only credentials are enough. Not for a model that a
@@ -299,10 +279,10 @@ class _Reading:
         self._optimizers, self._weights_only = plain_optimizers(given), optimizer is None
         self._tables, self._strict, self._resize = tables or {}, strict, resize
 
-    def read(self, version: int | None, step: int | None, tag: str | None, channel: str | None) -> LoadedState:
+    def read(self, version: int | None, step: int | None, tag: str | None, channel: str | None) -> RestoredState:
         """Choose a version on rank 0 and read it on all."""
 
-        def read() -> LoadedState:
+        def read() -> RestoredState:
             chosen: int = rank_zero(
                 self._ranks, lambda: self._store.snapshot(version, step=step, tag=tag, channel=channel).version
             )
@@ -312,7 +292,9 @@ class _Reading:
             together(self._ranks, lambda: planned.append(self._plan(chosen, holdings)))
             together(self._ranks, lambda: self._put(planned[0]))
             snapshot, plan = planned[0].snapshot, planned[0].plan
-            return LoadedState(snapshot.version, snapshot.step, tuple(plan.renamed), plan.missing, plan.unexpected)
+            return RestoredState(
+                snapshot.step, snapshot.version, None, tuple(plan.renamed), plan.missing, plan.unexpected
+            )
 
         return looking_again(read, is_head=version is None and step is None and tag is None and channel is None)
 

@@ -19,7 +19,7 @@ from cnr_store.format.layout import is_rank_tensor
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.ranks import together
 from cnr_store.segment.codes import array_specs
-from cnr_store.training.background import WEIGHT, LiveRead, SaveJob, TouchedRows, WholeShard, failure_message
+from cnr_store.training.background import WEIGHT, LiveRead, SaveJob, WholeShard, failure_message
 from cnr_store.training.chain_state import ChainState
 from cnr_store.training.communication_state import capture_communication
 from cnr_store.training.document import TRAINER, rng_documents, trainer_documents
@@ -139,8 +139,9 @@ class SaveStager:
                 staged.release()
             raise
         drops = self._drops(transaction, writer)
+        shards = {name: own.key for name, own in training.holdings.owned.items()}
         return SaveJob(
-            transaction, taken, staged, rows, written, drops, fixed, declares=bool(chain.whole_next), read=read
+            transaction, shards, taken, staged, rows, written, drops, fixed, declares=bool(chain.whole_next), read=read
         )  # fmt: skip
 
     def _drops(self, transaction: Transaction, writer: Writer) -> tuple[str, ...]:
@@ -150,15 +151,15 @@ class SaveStager:
 
     def _touched_rows(
         self, plan: SavePlan, taken: Mapping[str, Taken], whole: set[str]
-    ) -> tuple[dict[str, TouchedRows], dict[str, RowRequest]]:
+    ) -> tuple[dict[str, RowIds], dict[str, RowRequest]]:
         """The rows that are written of tables that are not written whole, and what of them is to be copied."""
-        rows: dict[str, TouchedRows] = {}
+        rows: dict[str, RowIds] = {}
         requests: dict[str, RowRequest] = {}
         for name, own in self.training.holdings.owned.items():
             if own.table in whole:
                 continue
             local = rows_to_write(taken[name], plan.decision, self.chain.lineage.changed)
-            rows[name] = TouchedRows(own.key, local + own.shard.rows[0] if own.shard.rows[0] else local)
+            rows[name] = local + own.shard.rows[0] if own.shard.rows[0] else local
             on_device = taken[name].device_rows if local is taken[name].row_ids else None
             requests[name] = RowRequest(local, {WEIGHT: own.shard.weight, **plan.slots[name]}, on_device)
         return rows, requests

@@ -71,7 +71,7 @@ PUBLIC = {
         OneBitAdam OneBitLamb PartialFirstLayer PartialSums SplitTable TopKActivations
     """,
     "cnr_store.training": """
-        CheckpointManager SavePolicy TrackingOptions PrecisionPolicy StoreOptions RestoredState load LoadedState
+        CheckpointManager SavePolicy TrackingOptions PrecisionPolicy StoreOptions RestoredState load
         SaveReport ScaleChange RateStatus TableRate ProcessRanks
         calibrate Calibration Trial
         CarriedBatch CarryingReader GrantedReader IntervalReader reader_states_for
