@@ -19,7 +19,7 @@ from numcodecs.zstd import Zstd
 
 from cnr_store.errors import CorruptObject
 from cnr_store.format import digits
-from cnr_store.format.packed import content_size
+from cnr_store.format.documents import content_size
 
 Bytes = npt.NDArray[np.uint8]
 

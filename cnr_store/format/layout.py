@@ -168,6 +168,26 @@ def percent_encoded(name: str) -> str:
     return "".join(chr(b) if chr(b) in _SAFE else f"%{b:02X}" for b in name.encode())
 
 
+def array_path(group: str, name: str) -> str:
+    """Return the path of an array of a group: ``<group>.<name>``, ``<group>.slots.<slot>`` of a slot.
+
+    Raises
+    ------
+    BadName
+        It is no path, or its last part is longer than a file name may be.
+    """
+    head, _, slot = name.partition("/")
+    path = f"{group}.{head}.{percent_encoded(slot)}" if slot else f"{group}.{head}"
+    check_relative_path(path)
+    node = path.rpartition("/")[2]
+    if len(node) > MAX_NODE_BYTES:
+        raise BadName(
+            f"array {name[:80]!r} has {len(node)} bytes as a path; at most {MAX_NODE_BYTES} fit a file name",
+            expected=MAX_NODE_BYTES, found=len(node),
+        )  # fmt: skip
+    return path
+
+
 def rank_tensor(rank: int, name: str) -> str:
     """Return the name of a dense tensor that one rank of a training writes for itself (spec, CNR-RNK-5)."""
     return f"rank/{rank}/{name}"

@@ -10,11 +10,10 @@ import msgspec
 
 from cnr_store.errors import BadName, CorruptObject, CorruptStore, NewerFormat
 from cnr_store.format.arrays import chunk_count, object_count, object_paths
-from cnr_store.format.documents import decode_document, loads, sha256
+from cnr_store.format.documents import decode_document, loads, sha256, unpack
 from cnr_store.format.fields import Name
-from cnr_store.format.layout import MAX_NODE_BYTES, check_relative_path, percent_encoded, segment_name
+from cnr_store.format.layout import array_path, segment_name
 from cnr_store.format.manifest_checks import entry_problems, manifest_problems
-from cnr_store.format.packed import unpack
 from cnr_store.format.records import (
     MAJOR,
     OPERATIONS,
@@ -52,26 +51,6 @@ def recorded_digest(parts: Iterable[PartPlace], rectangle: Rectangle) -> int | N
             covered += (end - start) * (high - low)
             total += int(part.state_digest, 16)
     return total % (1 << 64) if covered == rectangle.area else None
-
-
-def array_path(group: str, name: str) -> str:
-    """Return the path of an array of a group: ``<group>.<name>``, ``<group>.slots.<slot>`` of a slot.
-
-    Raises
-    ------
-    BadName
-        It is no path, or its last part is longer than a file name may be.
-    """
-    head, _, slot = name.partition("/")
-    path = f"{group}.{head}.{percent_encoded(slot)}" if slot else f"{group}.{head}"
-    check_relative_path(path)
-    node = path.rpartition("/")[2]
-    if len(node) > MAX_NODE_BYTES:
-        raise BadName(
-            f"array {name[:80]!r} has {len(node)} bytes as a path; at most {MAX_NODE_BYTES} fit a file name",
-            expected=MAX_NODE_BYTES, found=len(node),
-        )  # fmt: skip
-    return path
 
 
 class Expanded(NamedTuple):

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 from cnr_store.errors import BadInput
-from cnr_store.format.documents import canonical_json
-from cnr_store.format.nesting import nests_deeper
+from cnr_store.format.documents import canonical_json, nests_deeper
 from cnr_store.format.records import CommitRecord
 from cnr_store.types import JsonValue
 

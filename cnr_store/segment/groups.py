@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.format import arrays
-from cnr_store.format.manifest import array_path
+from cnr_store.format.layout import array_path
 from cnr_store.format.records import ArrayEntry, ListLine, PartLine, PartPlace
 from cnr_store.segment import row_order
 from cnr_store.segment.row_order import into_order

@@ -21,11 +21,10 @@ import numpy.typing as npt
 from cnr_store.errors import CorruptObject, CorruptRecord, CorruptStore, MissingObject, TableNotFound
 from cnr_store.format import arrays, layout
 from cnr_store.format.chain_checks import chain_problems, record_problems
-from cnr_store.format.documents import JSON, decode_document, loads, sha256
+from cnr_store.format.documents import JSON, decode_document, loads, sha256, unpack
 from cnr_store.format.limits import MAX_MANIFEST_BYTES, MAX_TREE_NESTING
 from cnr_store.format.manifest import decode_segment
 from cnr_store.format.manifest_state import with_state
-from cnr_store.format.packed import unpack
 from cnr_store.format.records import (
     ArrayEntry,
     ChainEntry,

@@ -19,12 +19,12 @@ import numpy.typing as npt
 
 from cnr_store.errors import BadDtype, BadInput, CorruptStore, StorageFailure
 from cnr_store.format import arrays, layout
-from cnr_store.format.documents import sha256
+from cnr_store.format.documents import pack, sha256
 from cnr_store.format.fields import ArrayDtype, TensorDtype
+from cnr_store.format.layout import array_path
 from cnr_store.format.limits import MAX_MANIFEST_BYTES
-from cnr_store.format.manifest import array_path, decode_manifest
+from cnr_store.format.manifest import decode_manifest
 from cnr_store.format.manifest_state import changes_of
-from cnr_store.format.packed import pack
 from cnr_store.format.records import (
     ArrayEntry,
     ArrayGroup,

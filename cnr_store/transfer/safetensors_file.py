@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.errors import BadInput, NotFound
-from cnr_store.format.nesting import nesting_of
+from cnr_store.format.documents import nesting_of
 from cnr_store.runtime.local_files import failing_at
 
 MAX_HEADER_BYTES = 100_000_000

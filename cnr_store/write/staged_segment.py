@@ -10,12 +10,10 @@ import numpy as np
 
 from cnr_store.errors import BadInput, TableNotFound
 from cnr_store.format import document_tree
-from cnr_store.format.documents import canonical_json
+from cnr_store.format.documents import canonical_json, nests_deeper, pack
 from cnr_store.format.layout import check_name, is_rank_tensor, rank_tensor, writer_folder
 from cnr_store.format.limits import MAX_USER_NESTING
 from cnr_store.format.manifest_state import is_same_tensor
-from cnr_store.format.nesting import nests_deeper
-from cnr_store.format.packed import pack
 from cnr_store.format.records import DenseEntry, Manifest, Receipt
 from cnr_store.segment.codes import Array
 from cnr_store.segment.writer import SegmentWriter, check_dense_dtype

@@ -27,8 +27,8 @@ from real_sets import DATA_FOLDER, present
 
 from cnr_store import Store, TableOptions
 from cnr_store.encodings.scale import choose_scale
+from cnr_store.format.documents import unpack
 from cnr_store.format.layout import MANIFEST, segment_prefix
-from cnr_store.format.packed import unpack
 from cnr_store.types import Float32s, Precision, RowIds
 from tests.support.encoders import float_bits_codes
 

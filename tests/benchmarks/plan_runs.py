@@ -15,8 +15,8 @@ from plan_model import Rates, Workload, id_bits
 
 from cnr_store import Store, TableOptions
 from cnr_store.encodings.scale import choose_scale
+from cnr_store.format.documents import pack
 from cnr_store.format.layout import segment_prefix
-from cnr_store.format.packed import pack
 from cnr_store.format.records import Manifest, Receipt
 from cnr_store.format.sizes import SegmentSizes, segment_sizes
 from cnr_store.types import AffineBits, Precision, Rectangle, RowIds

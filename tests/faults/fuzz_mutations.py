@@ -22,8 +22,8 @@ import xxhash
 
 from cnr_store.errors import CnrStoreError
 from cnr_store.format import arrays
-from cnr_store.format.layout import MANIFEST
-from cnr_store.format.manifest import array_path, decode_manifest
+from cnr_store.format.layout import MANIFEST, array_path
+from cnr_store.format.manifest import decode_manifest
 from cnr_store.format.records import ArrayEntry
 from format_spec import vectors
 from tests.faults.fuzz_stores import GOLDEN, Objects, Sample, golden, put_all, read_all

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_store import Store, TableOptions, Writer, repair_store
+from cnr_store.format.documents import pack, unpack
 from cnr_store.format.layout import commit_key
-from cnr_store.format.packed import pack, unpack
 from cnr_store.relay.relay import Relay
 from cnr_store.storage import open_storage
 from format_spec import vectors

@@ -26,7 +26,7 @@ from cnr_store import (
 )
 from cnr_store.errors import CorruptObject, CorruptRecord
 from cnr_store.format import layout, limits
-from cnr_store.format.documents import sha256
+from cnr_store.format.documents import pack, sha256
 from cnr_store.format.limits import (
     MAX_LISTS_BYTES,
     MAX_MANIFEST_BYTES,
@@ -35,7 +35,6 @@ from cnr_store.format.limits import (
     MAX_SMALL_BYTES,
 )
 from cnr_store.format.manifest import decode_manifest
-from cnr_store.format.packed import pack
 from cnr_store.log import sent_record
 from cnr_store.log.leases import put_cursor, read_leases, take_lease
 from cnr_store.relay import Relay

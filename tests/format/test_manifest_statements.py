@@ -16,12 +16,11 @@ import xxhash
 
 from cnr_store.errors import CorruptObject, CorruptStore, NewerFormat
 from cnr_store.format.chain_checks import chain_problems, record_problems
-from cnr_store.format.documents import sha256
+from cnr_store.format.documents import pack, sha256
 from cnr_store.format.layout import segment_name
 from cnr_store.format.manifest import decode_manifest, decode_segment, resolved
 from cnr_store.format.manifest_checks import manifest_problems
 from cnr_store.format.manifest_state import with_state
-from cnr_store.format.packed import pack
 from cnr_store.format.records import ChainEntry, Manifest, SegmentDocument, WriterInfo
 from cnr_store.log.rebase import draft_after, draft_init
 

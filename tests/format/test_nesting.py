@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from cnr_store import BadInput, Store, TableOptions, repair_store, verify_store
 from cnr_store.errors import CorruptRecord
-from cnr_store.format import nesting
+from cnr_store.format import documents
 from cnr_store.format.commit_record import encode_record
 from cnr_store.format.document_tree import MAX_DEPTH
+from cnr_store.format.documents import nesting_of, nests_deeper
 from cnr_store.format.layout import commit_key
 from cnr_store.format.limits import MAX_NESTING, MAX_USER_NESTING
-from cnr_store.format.nesting import nesting_of, nests_deeper
 
 Result = TypeVar("Result")
 SPARE_FRAMES = 150
@@ -70,7 +70,7 @@ trees = st.recursive(
 
 @pytest.mark.parametrize("block_bytes", [1, 2, 5, 1 << 20])
 def test_bytes_tell_how_deep_a_document_nests(block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nesting, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(documents, "_BLOCK_BYTES", block_bytes)
 
     @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(trees)

@@ -12,11 +12,10 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cnr_store.errors import CorruptStore
-from cnr_store.format import document_tree, packed
-from cnr_store.format.documents import canonical_json
+from cnr_store.errors import BadInput, CorruptStore
+from cnr_store.format import document_tree
+from cnr_store.format.documents import canonical_json, content_size, pack, unpack
 from cnr_store.format.limits import MAX_MANIFEST_BYTES, MAX_SEPARATORS
-from cnr_store.format.packed import content_size, pack, unpack
 from format_spec.reader import documents
 
 TREES = st.recursive(
@@ -88,7 +87,7 @@ def test_values_are_counted_before_memory_is_taken_for_them(value: bytes) -> Non
 @pytest.mark.parametrize("value", [(), [], "", 1.5, b"", {1: 2}, np.int8(1), np.zeros((0, 3), np.float32), 2**60])
 def test_a_tree_that_is_not_too_large_has_not_too_many_values(value: object) -> None:
     bound = 1 << 14
-    with pytest.raises(packed.BadInput, match="exceeds 16384 bytes") as raised:
+    with pytest.raises(BadInput, match="exceeds 16384 bytes") as raised:
         document_tree.encode([value] * bound, max_bytes=bound)
     count = int(re.findall("[0-9]+", str(raised.value.path))[0])
 
@@ -104,14 +103,14 @@ def test_what_states_no_size_is_refused(frame: bytes) -> None:
 
 
 def test_a_document_that_no_reader_would_take_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "MAX_MANIFEST_BYTES", 100)
+    monkeypatch.setattr("cnr_store.format.documents.MAX_MANIFEST_BYTES", 100)
 
-    with pytest.raises(packed.BadInput, match="at most 100"):
+    with pytest.raises(BadInput, match="at most 100"):
         pack({"a": "x" * 100})
 
 
 def test_a_document_of_more_values_than_readers_take_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "MAX_SEPARATORS", 100)
+    monkeypatch.setattr("cnr_store.format.documents.MAX_SEPARATORS", 100)
 
-    with pytest.raises(packed.BadInput, match="102 commas and brackets"):
+    with pytest.raises(BadInput, match="102 commas and brackets"):
         pack({"a": [0] * 101})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cnr_store.errors import CorruptObject, MissingObject
-from cnr_store.format.packed import pack
+from cnr_store.format.documents import pack
 from cnr_store.runtime.threads import Throttle, Workers
 from cnr_store.segment.reader import read_receipt
 from cnr_store.segment.writer import SegmentWriter

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from cnr_store import BadInput, CorruptStore, Store, TableOptions, verify_store
 from cnr_store.errors import BadShape
+from cnr_store.format.documents import pack
 from cnr_store.format.limits import MAX_DIM
 from cnr_store.format.manifest import decode_manifest
 from cnr_store.format.manifest_checks import manifest_problems
-from cnr_store.format.packed import pack
 from cnr_store.format.records import Manifest, PartEntry, TableSchema
 from cnr_store.log.author import writer_info
 from cnr_store.log.rebase import draft_after, rebase_expire

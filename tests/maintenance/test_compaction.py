@@ -23,9 +23,8 @@ from cnr_store import (
     verify_store,
 )
 from cnr_store.errors import CommitStateUnknown, ReadOnlyStore
-from cnr_store.format.documents import sha256
+from cnr_store.format.documents import pack, sha256
 from cnr_store.format.layout import MANIFEST, RECEIPT, segment_prefix
-from cnr_store.format.packed import pack
 from cnr_store.log.author import writer_info
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.log.rebase import draft_after, rebase_expire

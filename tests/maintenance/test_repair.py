@@ -12,9 +12,8 @@ import pytest
 from cnr_store import StorageFailure, Store, repair_store, verify_store
 from cnr_store.errors import CorruptObject, CorruptRecord
 from cnr_store.format.commit_record import LogEntry, encode_record
-from cnr_store.format.documents import sha256
+from cnr_store.format.documents import pack, sha256, unpack
 from cnr_store.format.layout import HINT, ROOT_GROUP, commit_key
-from cnr_store.format.packed import pack, unpack
 from cnr_store.format.records import ChainEntry, CommitRecord
 from cnr_store.log.log_reader import LogEnd
 from cnr_store.maintenance.repair import plan_repair, read_end

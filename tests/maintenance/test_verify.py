@@ -15,8 +15,8 @@ from cnr_store import Store, TableOptions, repair_store, verify_store
 from cnr_store.errors import VersionNotFound
 from cnr_store.format import arrays
 from cnr_store.format.commit_record import decode_record, encode_record
+from cnr_store.format.documents import pack, unpack
 from cnr_store.format.layout import RECEIPT, segment_key
-from cnr_store.format.packed import pack, unpack
 from cnr_store.format.records import Manifest, PartEntry, Receipt
 from cnr_store.maintenance.compaction import compact_run
 from tests.support.documents import document_of

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from cnr_store import Store, TableOptions, verify_store
 from cnr_store.errors import BadInput, CorruptObject, CorruptStore, MissingObject
 from cnr_store.format import arrays
+from cnr_store.format.documents import pack
 from cnr_store.format.layout import MANIFEST, segment_key, segment_name
 from cnr_store.format.manifest import decode_manifest
-from cnr_store.format.packed import pack
 from cnr_store.format.records import ArrayEntry
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.runtime.threads import Throttle, Workers

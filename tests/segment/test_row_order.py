@@ -14,8 +14,8 @@ import pytest
 
 from cnr_store import CorruptStore, Store, TableOptions, verify_store
 from cnr_store.format import arrays
+from cnr_store.format.documents import pack
 from cnr_store.format.manifest import decode_manifest
-from cnr_store.format.packed import pack
 from cnr_store.format.records import RowListEntry, TableSchema
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.read.prefetch import fetch_requests

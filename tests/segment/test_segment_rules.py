@@ -11,8 +11,8 @@ import pytest
 from cnr_store import BadInput, CorruptStore, Store, TableOptions, verify_store
 from cnr_store.errors import BadName, CorruptObject, CorruptRecord
 from cnr_store.format.commit_record import encode_record
+from cnr_store.format.documents import pack
 from cnr_store.format.layout import check_name, commit_key, encode_name, segment_key, segment_prefix
-from cnr_store.format.packed import pack
 from cnr_store.format.records import ObjectEntry, Receipt
 from cnr_store.runtime.threads import Throttle, Workers
 from cnr_store.segment.decoded import Scratch

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from cnr_store import CorruptStore, Store, TableOptions
 from cnr_store.errors import MissingObject
 from cnr_store.format.commit_record import LogEntry
-from cnr_store.format.documents import sha256
+from cnr_store.format.documents import pack, sha256
 from cnr_store.format.layout import MANIFEST, segment_key, segment_prefix
-from cnr_store.format.packed import pack
 from cnr_store.format.records import ChainEntry, PartEntry, TableSchema
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, array_specs, decode_block

@@ -8,8 +8,8 @@ import msgspec
 
 from cnr_store import Store
 from cnr_store.format import arrays
+from cnr_store.format.documents import unpack
 from cnr_store.format.layout import MANIFEST, segment_key, segment_name
-from cnr_store.format.packed import unpack
 from cnr_store.format.records import (
     OPERATIONS,
     ArrayEntry,

@@ -13,9 +13,8 @@ import numpy.typing as npt
 from cnr_store import Store, TableOptions
 from cnr_store.format import arrays, layout
 from cnr_store.format.commit_record import decode_record, encode_record
-from cnr_store.format.documents import sha256
+from cnr_store.format.documents import pack, sha256
 from cnr_store.format.manifest import decode_manifest
-from cnr_store.format.packed import pack
 from cnr_store.format.records import ArrayEntry, Manifest, ObjectEntry, RowListEntry
 from cnr_store.storage import object_digest
 from tests.support.documents import document_of

@@ -17,8 +17,8 @@ from cnr_store import BadInput, CorruptStore, Store, Unsupported, verify_store
 from cnr_store.encodings.digest import add_digests
 from cnr_store.errors import BadShape
 from cnr_store.format.chain_checks import chain_problems
+from cnr_store.format.documents import pack
 from cnr_store.format.manifest import decode_manifest, recorded_digest
-from cnr_store.format.packed import pack
 from cnr_store.format.records import Manifest, PartEntry
 from cnr_store.read import plan as read_plan
 from cnr_store.read.plan import TablePlan, by_columns, digests_of_whole_parts, expected_digest, plan_table

@@ -23,9 +23,8 @@ from cnr_store.errors import (
     VersionNotFound,
 )
 from cnr_store.format.commit_record import sealed
-from cnr_store.format.documents import sha256
+from cnr_store.format.documents import pack, sha256, unpack
 from cnr_store.format.layout import IDENTITY, commit_key, segment_key
-from cnr_store.format.packed import pack, unpack
 from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import IsolatedMemoryFileSystem
 from tests.write.world import DIM, ROOT, ROWS, SCALE, World, ids, ones, rows_of

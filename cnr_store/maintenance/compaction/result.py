@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from cnr_store.errors import CorruptStore, MissingObject
+from cnr_store.format.documents import pack
 from cnr_store.format.layout import segment_key
 from cnr_store.format.manifest import expand
-from cnr_store.format.packed import pack
 from cnr_store.format.records import MAJOR, ChainEntry, Manifest, Receipt, SegmentDocument
 from cnr_store.maintenance.compaction.engines import Bench, FinishedTask, Job
 from cnr_store.maintenance.compaction.tasks import CompactionTask, check_pieces, check_states

@@ -14,10 +14,9 @@ import xxhash
 
 from cnr_store.errors import AccessDenied, CnrStoreError, CorruptObject
 from cnr_store.format import arrays, document_tree, layout
-from cnr_store.format.documents import JSON, decode_document, loads
+from cnr_store.format.documents import JSON, decode_document, loads, unpack
 from cnr_store.format.limits import MAX_MANIFEST_BYTES, MAX_TREE_NESTING
 from cnr_store.format.manifest import expand
-from cnr_store.format.packed import unpack
 from cnr_store.format.records import (
     ArrayEntry,
     ChainEntry,
