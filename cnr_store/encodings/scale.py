@@ -239,7 +239,7 @@ def ratio_half_width(errors: npt.NDArray[np.float64], targets: npt.NDArray[np.fl
 def minmax_scale(sample: Float32s, bits: AffineBits) -> float:
     """Return about the scale that ``bits`` asks for, or more: that of min-max rows, which no greedy search makes worse.
 
-    In microseconds, for those who only want to know that a scale is not too fine. float32 (n, d); rows with NaN or Inf
+    In microseconds, for a check that a scale is not too fine. float32 (n, d); rows with NaN or Inf
     do not count; 0 for none.
     """
     rows = _finite(sample)

@@ -1,6 +1,6 @@
 """Which chunks of a chain give a rectangle of a table: decided from manifests alone, before anything is read. Pure.
 
-Several writers may have cut a table's columns, and cut them anew from save to save. A row can then be an escape row in
+Several writers may have cut a table's columns, and differently in each save. A row can then be an escape row in
 one column range and a coded row in another, so a rectangle is read one elementary column interval at a time: within
 one of them every part that has the row has the same columns of it.
 """

@@ -109,7 +109,7 @@ def copy_store(
     """Make an independent, writable store with a new uuid of versions of ``source``. Blocks.
 
     The copied versions keep tables, slots, dense tensors and documents bit for bit, and their step, time, message and
-    metrics; tags and channels that name them are copied. They are numbered anew, from 1. Branches, leases and cursors
+    metrics; tags and channels that name them are copied. Their numbers start from 1. Branches, leases and cursors
     are not copied. May be called again after any error or kill: it continues, with the versions of the first call. Uses
     memory for one object per thread, the manifests' and the records.
 

@@ -14,11 +14,11 @@ import pytest
 from cnr_store import BadInput, Store, TableOptions, Unsupported
 from cnr_store.changes import ChangeCursor, ChangeStream, changes
 from cnr_store.errors import CursorExpired, TableNotFound, VersionNotFound
-from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Rectangle
 from tests.changes.streams import EXACT, begin, compact_all, expire, opened, save, told
 from tests.support.change_copy import ChangeCopy, content_of
 from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.memory import store_in_memory
 from tests.support.rectangles import Model, Parts, schema_of
 
 
@@ -243,7 +243,7 @@ def test_what_is_no_cursor_is_refused(text: Any) -> None:
 
 def test_cursors_of_other_stores_and_branches_are_refused(store: Store) -> None:
     begin(store)
-    other = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=1)
+    other = store_in_memory()
     with other, pytest.raises(BadInput, match=other.uuid):
         changes(other, ChangeCursor.at(store, 2))
     with store.fork("trial") as branch:

@@ -45,11 +45,11 @@ from tests.support.snapshot_bytes import bytes_of
 
 
 class Wrong(Exception):
-    """What a door gave is not the truth."""
+    """A door returned a wrong value."""
 
 
 class Visit:
-    """One damaged store, in a folder of its own for each door, and what its versions were read as."""
+    """One damaged store, in a separate folder for each door, and the values that were read of its versions."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case, self.folder = case, folder
@@ -58,7 +58,7 @@ class Visit:
         self.errors: dict[Place, CnrStoreError] = {}
         self._copies = 0
         self.newest: Place | None = None
-        """The newest version when the store was read, if it could be."""
+        """The newest version when the store was read; None if it could not be read."""
 
     def fresh(self) -> Path:
         """A copy of the damaged store that a door may change."""
@@ -74,7 +74,7 @@ class Visit:
         return self.fresh()
 
     def judge(self, root: Path, snapshot: Snapshot, found: State, branch: str | None = None) -> None:
-        """Refuse what is neither what the sound store held nor what the independent reader finds."""
+        """Raise if values are neither those of the sound store nor those of the independent reader."""
         held = self.case.sample.held
         if found == held.get((branch, snapshot.version)):
             return
@@ -96,7 +96,7 @@ class Visit:
             raise Wrong(message) from error
 
     def _read_otherwise(self, root: Path, version: int) -> Any:
-        """What the independent reader finds. It refuses a log whose newest records are damaged; others go without."""
+        """Return the independent reader's values; damaged records that are newer are deleted first."""
         try:
             return cnr_read.Store(root).snapshot(version)
         except cnr_read.Refused:
@@ -108,7 +108,7 @@ class Visit:
             return cnr_read.Store(copy).snapshot(version)
 
     def check_as_before(self, root: Path, *, any_state: bool = False) -> None:
-        """The newest state is what was read as one before a door changed the store."""
+        """The newest state equals one that was read before a door changed the store."""
         with opened(root) as store:
             try:
                 snapshot = store.snapshot()
@@ -128,7 +128,7 @@ class Visit:
     # The doors
 
     def read(self) -> None:
-        """Every version, and the newest by every name; remembers what was found."""
+        """Read every version, and the newest one by every name; keep the values."""
         root = self.shared
         with opened(root) as store:
             error: CnrStoreError | None = None
@@ -172,7 +172,7 @@ class Visit:
             store.poll(store.head())
 
     def rows(self) -> None:
-        """Rows by their ids, ranges and columns are those of the whole table."""
+        """Rows read by ids, ranges or columns equal those of the whole table."""
         with opened(self.shared) as store:
             snapshot = store.snapshot()
             for name in snapshot.tables:
@@ -195,7 +195,7 @@ class Visit:
             verify_store(store, every=self.chance.random() < 0.5)
 
     def verify_deep(self) -> None:
-        """A version that is read as damaged is not called sound."""
+        """`verify` does not report a version as sound if a read finds it damaged."""
         with opened(self.shared) as store:
             report = verify_store(store, every=True, deep=True, threads=1)
             for place, error in self.errors.items():
@@ -260,7 +260,7 @@ class Visit:
             export_snapshot(store.snapshot(), self.folder / f"out{self._copies}", format=form)
 
     def command(self) -> None:
-        """What `cnr` prints of it."""
+        """Commands of `cnr` that print what is in the store."""
         root = self.shared
         for words in self.chance.sample(COMMANDS, 3):
             result = CliRunner().invoke(COMMAND, [words[0], str(root), *words[1:]])
@@ -288,7 +288,7 @@ class Visit:
         self.check_as_before(root, any_state=True)
 
     def writer(self) -> None:
-        """A writer goes on from the state that readers see; what it saves is read back."""
+        """A writer continues from the state that readers see; its save can be read."""
         root = self.fresh()
         with opened(root) as store:
             with store.writer() as writer:
@@ -324,7 +324,7 @@ class Visit:
         return expected
 
     def judge_any(self, root: Path, snapshot: Snapshot, found: State) -> None:
-        """What a writer restored is the newest state, though its fence is newer than it."""
+        """The state that a writer restored is the newest one, although the writer's fence is newer."""
         if self.newest is not None:
             if found != self.seen[self.newest]:
                 raise Wrong("a writer restores another state than readers see")
@@ -333,7 +333,7 @@ class Visit:
 
 
 def read_together(snapshot: Snapshot) -> None:
-    """Read weights and slots at once, as the independent reader does: of some alone nobody knows the state digest."""
+    """Read weights and slots together, as the independent reader does: the state digest covers all of them."""
     for name in snapshot.tables:
         view = snapshot.table(name)
         for low, high in view.column_cuts if view.schema.keys == "dense" else ():

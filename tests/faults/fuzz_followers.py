@@ -1,4 +1,4 @@
-"""Doors of consumers, which see the log grow over what is damaged."""
+"""Doors of consumers: the log grows past the damage while they follow it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class FollowedVisit(Visit):
     """The doors of `Visit`, and those of a loader, a change stream and a relay."""
 
     is_rewritten = False
-    """Whether history was another one when a consumer began: then its copy is of no version."""
+    """Whether a record or segment was replaced after the consumer began: then its copy matches no version."""
 
     def _grown(self) -> tuple[Path, Callable[[], None]]:
-        """A sound store up to some version, and what makes the rest of the damaged one appear."""
+        """Return a store that is sound up to some version, and a function that adds the rest of the damaged one."""
         root = self.folder / f"g{self._copies}"
         self._copies += 1
         sample = self.case.sample
@@ -51,7 +51,7 @@ class FollowedVisit(Visit):
         return root, grow
 
     def _tells_otherwise(self, changed: Set[str]) -> bool:
-        """Whether records that were there are others now, or a merged segment other than what it was merged from."""
+        """Whether existing records were replaced, or a merged segment differs from the segments it was merged from."""
         compacted, before = set[str](), set[str]()
         for key in sorted(key for key in self.case.sample.objects if key.startswith("commits/")):
             try:
@@ -120,7 +120,7 @@ class FollowedVisit(Visit):
                 raise Wrong(f"a copy kept by changes is not version {cursor.version}")
 
     def relay(self) -> None:
-        """A relay copies what is damaged, or a damaged relay goes on; what it then shows is what the source has."""
+        """A relay copies a damaged store, or a damaged relay continues; the versions it shows equal the source's."""
         sample, problem = self.case.sample, None
         if sample.source is not None:
             source, near, grow = self.folder / f"source{self._copies}", self.fresh(), None

@@ -1,4 +1,4 @@
-"""What the fuzzer does to a store: one document says something else, or one object is damaged.
+"""The fuzzer's changes to a store: a document with another content, or a damaged object.
 
 Of a document every digest that covers it is made right again, from the inventory to the last record, so that only what
 it says is wrong. A case is chosen by a seed alone.
@@ -56,14 +56,14 @@ def kind_of(key: str) -> str:
 
 @dataclass
 class Case:
-    """One damaged store: its objects, what lies in the place of some of them, and what was done."""
+    """One damaged store: its objects, the replacements of some of them, and a description of the change."""
 
     seed: int
     sample: Sample
     kind: str = ""
     what: str = ""
     is_damage: bool = False
-    """Whether no digest was made right: then nothing but the truth may be read."""
+    """Whether no digest was corrected: then only right values may be read."""
     objects: Objects = field(default_factory=dict)
     special: dict[str, Callable[[Path], None]] = field(default_factory=dict)
 
@@ -176,7 +176,7 @@ def _damage(chance: random.Random, case: Case, by_kind: dict[str, list[str]]) ->
 
 
 def _reencode(chance: random.Random, case: Case) -> None:
-    """Other elements, or other bytes, in a chunk, with the inventory true; of a shard often what is said of it, too."""
+    """Other elements or bytes in a chunk, with a correct inventory; for a shard often with a correct manifest, too."""
     key = case.what
     segment, _, path = key.removeprefix("data/").partition("/")
     data = case.objects[key]
@@ -248,7 +248,7 @@ def _other_chunk(chance: random.Random, case: Case, entry: ArrayEntry, data: byt
 
 
 def _say_inside(objects: Objects, manifest: str, entry: ArrayEntry, index: int, chunk: bytes) -> None:
-    """Make true what the manifest says of a chunk inside a shard."""
+    """Correct the manifest's entry of a chunk inside a shard."""
     document = json.loads(vectors.text_of(manifest, objects[manifest]))
     for group in (*document["groups"], *document["dense_arrays"]):
         for name, array in group["arrays"].items():
@@ -286,7 +286,7 @@ _TEXTS = (
 )  # fmt: skip
 _EDGES = (0, 1, 2, 2**31 - 1, 2**31, 2**50, 2**53 - 2, 2**53 - 1, 2**53, 2**63 - 1)
 _ARRAYS = ("groups", "parts", "arrays", "shards", "order")
-"""Fields of a manifest below which it says where rows are: chosen more often."""
+"""Fields of a manifest that hold the places of rows; they are chosen more often."""
 _NUMBER = re.compile(rb'"([a-z_0-9]+)":(-?[0-9]+)(?=[,}])')
 _CHANGES = (
     *["value"] * 6, *["near"] * 5, *["beside"] * 2, "remove", "shape", "everywhere", "key", "deep", "raw",
@@ -323,7 +323,7 @@ def _say_otherwise(chance: random.Random, case: Case, alike: list[str]) -> None:
 
 
 def _say_together(chance: random.Random, case: Case) -> None:
-    """Give a number another value in each record and manifest that says it: they do not contradict each other."""
+    """Change a number in every record and manifest that has it, so that they stay consistent."""
     case.kind = "records and manifests"
     keys = sorted(key for key in case.objects if kind_of(key) in ("record", "record of a branch", "manifest"))
     texts = {key: vectors.text_of(key, case.objects[key]) for key in keys}
@@ -340,7 +340,7 @@ def _say_together(chance: random.Random, case: Case) -> None:
 
 
 def _walk(chance: random.Random, document: Any) -> tuple[Any, Any, list[Any]]:
-    """Choose a place: level by level, so that long lists do not take all, and rather where there is content."""
+    """Choose a place level by level, so that long lists do not dominate; prefer places with content."""
     holder, step, at, path = None, None, document, []
     while isinstance(at, dict | list) and at and (holder is None or chance.random() < 0.85):
         steps = sorted(at) if isinstance(at, dict) else list(range(len(at)))
@@ -429,7 +429,7 @@ def _replace(at: Any, old: Any, new: Any) -> None:
 
 
 def _text(document: Any, raws: dict[str, str]) -> bytes:
-    """The document in canonical form, but for what JSON has no form for."""
+    """The document in canonical form, except for values that JSON cannot represent."""
     try:
         data = msgspec.json.encode(document, order="sorted")
     except (OverflowError, ValueError, TypeError):
@@ -446,7 +446,7 @@ _LISTS = ("add", "set", "delete", "escape")
 
 
 def seal(before: Objects, objects: Objects, key: str, *, keeps_check: bool = False) -> None:
-    """Make every digest right again that covers an object that was changed: inventory, chain entries, parents, checks.
+    """Correct every digest that covers a changed object: in inventories, chain entries, parents and checks.
 
     A digest is a text that stands for one document alone, so an old one is replaced by the new one wherever it stands.
     """
@@ -497,7 +497,7 @@ def _seal_inventory(objects: Objects, manifest: str, path: str, data: bytes) -> 
 
 
 def _chain_entry(segment: str, data: bytes) -> tuple[re.Pattern[bytes], bytes] | None:
-    """How the numbers in a segment's chain entries are replaced by those of its manifest, if that has some."""
+    """Return a pattern of a segment's chain entries, and its replacement with the manifest's numbers."""
     try:
         manifest = json.loads(vectors.text_of(MANIFEST, data))
         size = len(data) + sum(int(one["size"]) for _, one in vectors.objects_of(manifest))

@@ -1,4 +1,4 @@
-"""Run fuzzer's cases in a process of its own, whose memory is bounded, and print a line of JSON for each.
+"""Run cases of the fuzzer in a separate process with limited memory; print a line of JSON for each.
 
     python -m tests.faults.fuzz_program --first 4711 --count 1 --verbose
 
@@ -35,13 +35,13 @@ if "--training" in sys.argv:  # takes torch, which takes seconds
     from tests.faults.fuzz_training import TRAINING_DOORS, TrainingVisit, training_samples
 
 CPU_S = 20.0
-"""Most seconds of CPU that a door may take; they take a tenth of one."""
+"""Limit of CPU seconds for a door; doors take about 0.1 s."""
 
 ENDLESS_CPU_S, ENDLESS_S = 60.0, 240.0
-"""A door is interrupted after so many of CPU, and of any clock, in which it may wait for what never comes."""
+"""Seconds of CPU and of wall time after which a door is interrupted; the latter ends a wait without end."""
 
 MEMORY_BYTES = 2 << 30
-"""What a process may take above what it has when the samples are made; a read that nobody asked for takes 256 MiB."""
+"""Memory that a process may use beyond that of the samples."""
 
 
 class Endless(BaseException):
@@ -53,7 +53,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def bound_memory() -> None:
-    """Let whatever takes more memory than stated end in MemoryError, which no door may raise."""
+    """Limit the memory: using more raises MemoryError, which no door may raise."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -99,12 +99,12 @@ def run_case(visit: Visit, doors: list[str], verbose: bool) -> dict[str, Any]:
 
 
 def chosen_doors(doors: tuple[str, ...], seed: int, count: int) -> list[str]:
-    """Doors in turn, so that all of them are tried equally often."""
+    """Yield the doors in turn, so that each is used equally often."""
     return [doors[(seed * count + number) % len(doors)] for number in range(count or len(doors))]
 
 
 def cases(arguments: argparse.Namespace, folder: Path) -> Iterator[Case]:
-    """The cases that were asked for, one after the other, each told before it is made."""
+    """Yield the requested cases; print the seed of each before it is made."""
     (folder / "made").mkdir()
     for name in arguments.vectors:
         say({"begins": name})

@@ -42,7 +42,7 @@ Place = tuple[str | None, int]
 
 @dataclass(frozen=True)
 class Sample:
-    """A sound store, and what each of its versions holds; ``source`` has the objects of what a relay copied."""
+    """A sound store and the values of each version; ``source`` has the objects of the store that a relay copied."""
 
     name: str
     objects: Objects
@@ -68,7 +68,7 @@ def read_all(root: Path) -> Objects:
 
 
 def places_of(store: Store) -> Iterator[Place]:
-    """Every position of every log, as far as the logs can be read."""
+    """Return every position of every log that can be read."""
     for branch in (None, *sorted(store.branches())):
         log = store if branch is None else store.on_branch(branch)
         yield from ((branch, version) for version in range(log.latest_version() + 1))
@@ -119,7 +119,7 @@ def kept_case(root: Path) -> None:
 
 
 def parts_case(root: Path) -> None:
-    """Tables of many rectangles, some of them rows of escapes in some columns only."""
+    """Tables of many rectangles; some have rows that are escape rows in some columns only."""
     with Store.create(str(root), fsync=False, threads=1) as store:
         random_numbers = np.random.default_rng(4)
         ranges = ((0, 2), (2, 5))
@@ -130,7 +130,7 @@ def parts_case(root: Path) -> None:
 
 
 def groups_case(root: Path) -> None:
-    """Tables that share arrays, in shards too; deltas that say nothing of most of them, that drop and end some."""
+    """Tables that share arrays, also in shards; deltas that omit most of them, drop some and end some."""
     numbers, coded = np.random.default_rng(9), TableOptions(scale=0.25)
     tables = {f"t{k}": numbers.normal(0, 3, (9 + k, 4)).astype(np.float32) for k in range(5)}
     wide = {f"w{k}": numbers.normal(0, 3, (6, 3)).astype(np.float32) for k in range(2)}
@@ -155,7 +155,7 @@ def groups_case(root: Path) -> None:
 
 
 def relay_case(root: Path, source: Path) -> None:
-    """A relay that let go versions, behind a source that went on."""
+    """A relay that dropped versions, and whose source has newer ones."""
     shutil.copytree(GOLDEN / "rows" / "store", source)
     with opened(source) as store:
         relay = Relay(store, str(root), start=4, policy=RetentionPolicy(keep_last=2), grace_s=1e6, fsync=False)
@@ -169,7 +169,7 @@ def relay_case(root: Path, source: Path) -> None:
 
 @contextmanager
 def same_names(seed: int) -> Iterator[None]:
-    """Give transactions, branches and leases the names that a seed says, so that a case is the same in each run."""
+    """Derive the names of transactions, branches and leases from a seed, so that a case is the same in each run."""
     numbers = random.Random(seed)
     with mock.patch("uuid.uuid4", side_effect=lambda: uuid.UUID(int=numbers.getrandbits(128), version=4)):
         yield
@@ -182,7 +182,7 @@ def golden(name: str) -> Sample:
 
 
 def samples(folder: Path) -> list[Sample]:
-    """Make all samples; ``folder`` is for their files and may be thrown away afterwards."""
+    """Make all samples; ``folder`` is for their files and may be deleted afterwards."""
     names = ("rows", "affine", "float_bits", "branches", "overflow", "digits", "row_order", "one_shot", "shards")
     found = [golden(name) for name in names]
     makers: tuple[Callable[[Path], None], ...] = (kept_case, parts_case, groups_case)

@@ -1,4 +1,4 @@
-"""The doors of a training: a checkpoint of a module, optimizers, a reader and generators, restored where it is damaged.
+"""Doors of a training: a damaged checkpoint of a module, optimizers, a reader and generators is restored.
 
 Apart from the others, for it takes torch.
 """
@@ -31,7 +31,7 @@ class Reader:
 
 
 def trained(folder: Path, kind: str) -> Sample:
-    """A training that saved some times."""
+    """A training that saved several times."""
     root = folder / kind
     training, reader = Training(kind), Reader()
     with same_names(3):
@@ -79,7 +79,7 @@ class TrainingVisit(Visit):
                 manager.close()
 
     def load(self) -> None:
-        """Weights alone; of a store that only lost bytes they are those that were saved."""
+        """Restore weights alone; if the store only lost bytes, they are the saved ones."""
         training = Training(self.case.sample.name)
         with opened(self.shared) as store:
             with warnings.catch_warnings():

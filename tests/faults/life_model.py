@@ -1,4 +1,4 @@
-"""A small training in numpy whose store is disturbed: what a save of it writes, and what a reader must see then."""
+"""A small training in numpy whose store gets faults: the values that a save writes and that a reader must return."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ TABLES = {"user": "lattice", "item": "exact", "small": "affine"}
 """Table to its kind (`tests.support.store_oracle.KINDS`)."""
 
 State = dict[str, Array]
-"""What a reader must see, by ``table/array`` and ``dense/name``."""
+"""The values that a reader must return, by ``table/array`` and ``dense/name``."""
 
 
 @dataclass
 class LifeModel:
-    """The training values, and which rows no save has taken yet."""
+    """The values of the training, and the rows that are not saved yet."""
 
     tables: dict[str, TableModel]
     dense: Array
@@ -49,11 +49,11 @@ class LifeModel:
         return cls(tables, rng.standard_normal(5).astype(np.float32))
 
     def copy(self) -> LifeModel:
-        """The same state, as a save of it leaves it: with no row to write."""
+        """Return the same state after a save: no row is left to write."""
         return LifeModel({name: table.copy() for name, table in self.tables.items()}, self.dense.copy())
 
     def train(self, *seed: int) -> None:
-        """Change some rows of each table and delete a few; the seed alone says which."""
+        """Change some rows of each table and delete a few, chosen by the seed alone."""
         rng = np.random.default_rng(seed)
         for name, table in self.tables.items():
             chosen = rng.permutation(table.num_rows)[: max(2, table.num_rows // 8)].astype(np.int64)
@@ -65,13 +65,13 @@ class LifeModel:
         self.dense = self.dense + np.float32(1)
 
     def revive(self) -> None:
-        """Give every deleted row its last values again: a table that is written whole has all its rows."""
+        """Restore the last values of every deleted row: a table that is written completely has all its rows."""
         for name, table in self.tables.items():
             self.dirty[name].update(int(row) for row in np.flatnonzero(table.status == ABSENT))
             table.status[:] = CODED
 
     def write(self, txn: Transaction) -> None:
-        """Write the rows that changed since the last save that was acknowledged; in a baseline, what else it needs."""
+        """Write the rows that changed since the last acknowledged save; in a baseline, also tables without a mirror."""
         if txn.kind == "baseline":
             self.revive()
         whole = [name for name in self.tables if txn.kind == "baseline" and not _is_mirrored(txn, name)]
@@ -92,7 +92,7 @@ class LifeModel:
         self.dirty = {name: set() for name in TABLES}
 
     def expected(self) -> State:
-        """What a reader of a save of this state sees."""
+        """Return the values that a reader of a save of this state gets."""
         state = {
             f"{name}/{array}": values
             for name, table in self.tables.items()
@@ -126,7 +126,7 @@ def same_state(left: State, right: State) -> bool:
 
 
 def differing(left: State, right: State) -> list[str]:
-    """The names of what differs."""
+    """Return the names of values that differ."""
     return sorted(
         name
         for name in left.keys() | right.keys()

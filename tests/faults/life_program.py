@@ -43,15 +43,15 @@ from tests.faults.life_model import LifeModel, State, read_state
 ROWS = 2000
 SEED = 5
 EVERY_FULL = 16
-"""Each so many steps a baseline is saved."""
+"""Number of steps from one baseline to the next."""
 PHASES = ("save", "compact", "gc")
 EVERY_MAINTENANCE = 3
-"""Each so many steps the store is compacted and what nobody needs is deleted."""
+"""Number of steps from one compaction and collection to the next."""
 
 
 @dataclass
 class Life:
-    """A training that goes on from what it finds, and says what it is about to do."""
+    """A training that continues from the newest state, and reports what it does next."""
 
     folder: Path
     tell: Callable[[str], None]
@@ -59,7 +59,7 @@ class Life:
     step: int = 0
 
     def live(self, rounds: int | None, *, maintains: bool = True) -> None:
-        """Save for ever, or for some rounds; with or without looking after the store."""
+        """Save without end, or for some rounds; with or without compactions and collections."""
         store = Store.open(str(self.folder / "store"), threads=2)
         writer = store.writer()
         writer.restore()
@@ -89,7 +89,7 @@ class Life:
 
 
 def compact_all(store: Store, step: int) -> None:
-    """Compact until nothing is left to do, now deltas alone, now with their baseline."""
+    """Compact until nothing is left to do: in turn deltas alone, and deltas with their baseline."""
     policy = CompactionPolicy(max_restore_ratio=20 if step % 2 else 1.05, fanout=2)
     # A compaction that was killed keeps its lease: nobody else is at work here, so it need not run out.
     while compact_run(store, policy=policy, force=True).outcome != "nothing":
@@ -97,14 +97,14 @@ def compact_all(store: Store, step: int) -> None:
 
 
 def collect(store: Store) -> None:
-    """Expire all but the newest checkpoints and delete what nothing needs any more, at once."""
+    """Expire all but the newest checkpoints and delete what no version needs, without a grace period."""
     policy = RetentionPolicy(keep_last=2)
     report = collect_garbage(store, policy=policy, grace_s=0, orphan_age_s=0, dry_run=False, force=True)
     assert report.outcome in ("clean", "collected"), report
 
 
 def maintain(folder: Path, step: int) -> None:
-    """Compact and delete beside a training, for ever; what may be a save under way is left alone."""
+    """Compact and collect during a training, without end; saves in progress are kept."""
     with Store.open(str(folder / "store"), threads=2) as store:
         while True:
             step += 1
@@ -127,7 +127,7 @@ def advance(model: LifeModel, step: int) -> None:
 
 
 def model_at(step: int) -> LifeModel:
-    """What the training has after a step that was saved."""
+    """Return the values of the training after a saved step."""
     model = LifeModel.fresh(SEED, ROWS)
     for one in range(1, step + 1):
         advance(model, one)
@@ -146,7 +146,7 @@ def create_life(folder: Path) -> None:
 
 
 def write_values(folder: Path, step: int, state: State) -> None:
-    """Write what a save will hold; whole or not at all."""
+    """Write the values of the next save, atomically."""
     temporary = folder / "values.tmp"
     with temporary.open("wb") as file:
         np.savez(file, **{name.replace("/", "."): array for name, array in state.items()})  # type: ignore[arg-type]
@@ -154,7 +154,7 @@ def write_values(folder: Path, step: int, state: State) -> None:
 
 
 def read_values(folder: Path, step: int) -> State:
-    """Read what a save was to hold."""
+    """Read the values that were written for a save."""
     with np.load(folder / f"{step}.npz") as arrays:
         return {name.replace(".", "/"): arrays[name] for name in arrays.files}
 
@@ -167,7 +167,7 @@ def note(path: Path, what: Any) -> None:
 
 
 def noted(path: Path) -> list[Any]:
-    """Read what was noted."""
+    """Read the lines of `note`."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -175,7 +175,7 @@ def noted(path: Path) -> list[Any]:
 
 
 class Meeting:
-    """Where two processes wait for each other before each create of a log position: so both go for the same one.
+    """A meeting point of two processes before each create of a log position, so that both try the same position.
 
     Who has lost a position, or won it, goes for the next one, and there is nothing else to go for: the two never miss
     each other. One that has ended is waited for no more.
@@ -192,7 +192,7 @@ class Meeting:
         return Meeting(to_first[0], to_second[1]), Meeting(to_second[0], to_first[1])
 
     def attend(self, storage: Storage) -> None:
-        """Wait before each create of a position, and count those that the other has won."""
+        """Wait before each create of a position, and count the creates that lost."""
         create = storage.create
 
         def meet_and_create(key: str, data: bytes) -> CreateOutcome:
@@ -223,7 +223,7 @@ def race(
 
 
 def race_tags(store: Store, name: str, count: int, notes: Path) -> None:
-    """Tag and untag in turn: records that all commute, so nobody is refused and every position is raced for."""
+    """Tag and untag in turn: these records commute, so none is refused, and both processes try every position."""
     for number in range(count):
         if number % 2:
             version = store.untag(f"{name}-{number - 1}")
@@ -233,7 +233,7 @@ def race_tags(store: Store, name: str, count: int, notes: Path) -> None:
 
 
 def race_saves(store: Store, name: str, count: int, notes: Path) -> None:
-    """Take the store over from each other, and save: each commit is a fence and a baseline."""
+    """Take the store over from the other process, and save: each commit is a fence and a baseline."""
     done, step = 0, 0
     while done < count:
         writer = store.writer()
@@ -256,7 +256,7 @@ def race_saves(store: Store, name: str, count: int, notes: Path) -> None:
 
 
 def fork(work: Callable[[], None], log: Path) -> int:
-    """Run something in a child process; its id."""
+    """Run a function in a child process; return its id."""
     pid = os.fork()
     if pid:
         return pid
@@ -310,7 +310,7 @@ def tell(pipe: int, phase: str) -> None:
 
 
 def launch_beside(job: dict[str, Any]) -> dict[str, Any]:
-    """Train, and kill who compacts and deletes beside it, two at a time, until the training is over."""
+    """Train, and kill the processes that compact and collect meanwhile, two at a time, until the training ends."""
     folder, chance = Path(job["folder"]), random.Random(job["seed"])
     life = Life(folder, lambda phase: None)
     trainer = fork(lambda: life.live(job["rounds"], maintains=False), folder / "errors.txt")
@@ -340,7 +340,7 @@ def launch_race(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def warm_up() -> None:
-    """Load the kernels, which every child then has; no thread may be left behind."""
+    """Load the kernels before forking, so that every child has them; leave no thread."""
     with Store.create("memory://warm-up", threads=1) as store, store.writer() as writer:
         model = LifeModel.fresh()
         for step in (1, 2):

@@ -7,7 +7,7 @@ from tests.support.ranks import ThreadRank
 
 
 class Process:
-    """One rank as a process: it stops talking to the others when its file system says that it is dead."""
+    """One rank as a process: it stops communicating when its file system has died."""
 
     def __init__(self, fs: FaultyFileSystem, rank: ThreadRank) -> None:
         self.fs = fs

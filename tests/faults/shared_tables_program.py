@@ -1,4 +1,4 @@
-"""Processes for the tests of shared tables: an owner that may kill itself at a given call, and readers that count.
+"""Processes for the tests of shared tables: an owner that may kill itself at a given call, and counting readers.
 
 ``python -m tests.faults.shared_tables_program owner <folder> <first version> <kill at> <versions>``
 ``python -m tests.faults.shared_tables_program reader <folder> <lookups> <seed>``
@@ -41,7 +41,7 @@ CODES = "codes"
 
 
 def hashed_keys(version: int) -> RowIds:
-    """The keys that are there at a version: others at each, and half of the last one's, so that they come and go."""
+    """The keys of a version: half of the version before it, and new ones, so that keys are added and removed."""
     return np.arange(KEYS_PER_VERSION, dtype=np.int64) + version * (KEYS_PER_VERSION // 2)
 
 
@@ -60,7 +60,7 @@ def first_tables(version: int, memory: Memory) -> dict[str, BaseTable]:
 
 
 def overlays(version: int, before: int, publisher: Publisher, memory: Memory) -> dict[str, Overlay]:
-    """What makes ``version`` of the version ``before``: all rows, in an order of its own."""
+    """The change from version ``before`` to ``version``: all rows, in an order that depends on the version."""
     view = publisher.newest_view()[0]
     order = np.random.default_rng(version).permutation(ROWS).astype(np.int64)
     made = {}
@@ -87,7 +87,7 @@ def publish(publisher: Publisher, memory: Memory, version: int, before: int) -> 
 
 
 def is_mixed(batch: LookupBatch) -> bool:
-    """Whether anything in a batch is not of the version that it says it is of."""
+    """Return whether a batch has a value of another version than its own."""
     version = batch.version
     bfloat16 = np.uint16(np.float32(version % 256).view(np.uint32) >> 16)
     return not (
@@ -99,7 +99,7 @@ def is_mixed(batch: LookupBatch) -> bool:
 
 
 def hashed_are_of(batch: LookupBatch, version: int) -> bool:
-    """The keys asked for are around some version's; those of this version are there, and no others."""
+    """Return whether exactly the keys of this version are found, among keys of several versions."""
     keys = batch.rows["asked"][:, 0] if "asked" in batch.rows else None
     missing = batch.missing["hashed"]
     rows = batch.rows["hashed"]
@@ -141,7 +141,7 @@ class Counts:
         return batch.version
 
     def look_often(self, lookups: int) -> None:
-        """Look up so often, and until some versions have come: one turn of a busy machine can hold all the lookups."""
+        """Look up so often, and until some versions were seen: on a busy machine all lookups may see one version."""
         last = 0
         while self.done < lookups or len(self.versions) < LEAST_VERSIONS:
             version = self.look()
@@ -160,7 +160,7 @@ def counted(counts: Counts) -> dict[str, int]:
 
 
 class KillAt:
-    """Counts the calls that change what others see, and ends the process without a word before one of them."""
+    """Counts the calls whose effect other processes see, and kills the process before one of them."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -183,7 +183,7 @@ class KillAt:
         setattr(owner, name, watched)
 
     def watch_scatter(self) -> None:
-        """Besides before it, die when half of the rows are written."""
+        """Kill the process when half of the rows are written, or before the call."""
         original = gather.scatter
 
         def watched(held: Any, positions: Any, rows: Any) -> None:

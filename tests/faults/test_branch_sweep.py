@@ -39,7 +39,7 @@ def values(store: Store) -> list[float]:
 
 
 class BranchLife:
-    """Fork, save on the branch and beside it, point a channel, drop; each step notes its name when it has returned."""
+    """Fork, save on the branch and on the store, set a channel, drop; each step notes its name when it has returned."""
 
     def __init__(self) -> None:
         self.tried: list[str] = []
@@ -114,7 +114,7 @@ class BranchLife:
             assert seen == MAIN
 
     def check_logs(self, store: Store) -> None:
-        """A log that no pin names has ended, or never was one: nobody is told that something was saved there."""
+        """A log without a pin has ended or never existed: no save in it was acknowledged."""
         pins = store.head().record.pins
         found = store.storage.list_folders(BRANCHES)
         assert pins.keys() <= set(found)
@@ -123,7 +123,7 @@ class BranchLife:
             assert uuid in pins or newest.kind == "close" or newest.v == 0, uuid
 
     def check_branch(self, store: Store, acknowledged: list[Any]) -> bool:
-        """Whether the branch is open; if it is, it has what was acknowledged, and its trainer goes on."""
+        """Return whether the branch is open; if it is, check that it has every acknowledged save and can continue."""
         try:
             branch = store.on_branch("trial")
             seen = values(branch)

@@ -23,7 +23,7 @@ CI_KILLS = 6
 
 
 def run_owner(folder: Path, first: int, kill_at: int) -> tuple[int, list[str]]:
-    """Let an owner serve some versions; return its exit status and what it said."""
+    """Let an owner serve some versions; return its exit status and its output."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.faults.shared_tables_program", "owner", str(folder), str(first), str(kill_at),
          str(VERSIONS)],
@@ -34,7 +34,7 @@ def run_owner(folder: Path, first: int, kill_at: int) -> tuple[int, list[str]]:
 
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory: pytest.TempPathFactory) -> int:
-    """How many calls an owner makes when it is left alone."""
+    """Number of calls of an owner that is not killed."""
     status, said = run_owner(tmp_path_factory.mktemp("alone"), 1, 0)
     assert status == 0, said
     return int(said[-1].removeprefix("calls "))

@@ -1,4 +1,4 @@
-"""Readers on threads and in other processes, while versions land as fast as they can: no batch mixes two of them."""
+"""Readers in threads and in other processes while versions are applied at full speed: no batch mixes two versions."""
 
 from __future__ import annotations
 

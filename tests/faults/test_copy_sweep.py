@@ -1,4 +1,4 @@
-"""A copy that dies or fails at any storage call: nothing can be opened, or all of it; the next run completes it."""
+"""A copy that stops at any storage call can be opened completely or not at all; the next run completes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A full disk is said clearly, loses nothing that was acknowledged, and is over when there is space again."""
+"""A full disk gives a clear error and loses nothing acknowledged; with space again, everything works."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Disk(Protocol):
     says: str
 
     def full(self, level: int) -> AbstractContextManager[None]:
-        """Leave little room, the more the higher the level."""
+        """Leave little space: more of it at a higher level."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class SmallDisk:
 
 @dataclass
 class ShortFiles:
-    """Any folder, in a process that may write no file longer than its level says: it runs everywhere."""
+    """A folder, in a process whose file size is limited by the level; it works on every machine."""
 
     path: Path
     says: str = "EFBIG"
@@ -138,7 +138,7 @@ def prepared(tmp_path: Path) -> Path:
 
 
 def prepared_model() -> LifeModel:
-    """What the training has when the prepared store is opened."""
+    """The values of the training when the prepared store is opened."""
     model = LifeModel.fresh(SEED)
     for step in range(1, DELTAS + 1):
         model.train(SEED, step)
@@ -147,7 +147,7 @@ def prepared_model() -> LifeModel:
 
 
 Doing = Callable[[Store], Callable[[], object]]
-"""Prepares to do something to a store, and returns what does it."""
+"""Prepares an action on a store, and returns the action."""
 
 
 def saving(store: Store) -> Callable[[], object]:
@@ -168,7 +168,7 @@ def collecting(store: Store) -> Callable[[], object]:
 
 
 def fill_up(disk: Disk, prepared: Path, doing: Doing, every: int) -> Counter[str]:
-    """Do it with ever more room, until there is enough; what became of each attempt."""
+    """Run the action with more and more space, until it succeeds; return the result of each attempt."""
     outcomes: list[str] = []
     while not outcomes or outcomes[-1] != "done":
         shutil.copytree(prepared, disk.path / "store")
@@ -216,7 +216,7 @@ MIRROR_PAGES = TABLE.size * 2 // resource.getpagesize()
 
 
 def mirrored_saves(url: str, folder: str, levels: list[int], disk: Disk) -> list[str]:
-    """Save a table whose mirror lies in a folder with ever more room; what became of each attempt."""
+    """Save a table whose mirror is in a folder with more and more space; return the result of each attempt."""
     outcomes = []
     for level in levels:
         with Store.open(url) as store, store.writer(mirror="mmap", mirror_folder=folder) as writer:
@@ -230,7 +230,7 @@ def mirrored_saves(url: str, folder: str, levels: list[int], disk: Disk) -> list
 
 
 def test_a_mirror_file_on_a_full_disk_ends_the_save_and_not_the_process(disk: Disk, tmp_path: Path) -> None:
-    """Pages of a map that the disk has no room for are SIGBUS when they are written: so it runs in a child."""
+    """Run in a child process, because a write to a mapped page without disk space raises SIGBUS."""
     url = str(tmp_path / "other" / "store")
     Store.create(url, fsync=False).close()
     folder = disk.path / "mirrors"
@@ -260,7 +260,7 @@ def test_what_finds_the_disk_full_at_any_object_says_so(disk: Disk, prepared: Pa
 
 
 def done_on_full_disk(disk: Disk, doing: Doing, level: int) -> str:
-    """Do it on a disk with little room, then with enough of it in the same process; what became of the first."""
+    """Run the action on a disk with little space, then with enough in the same process; return the first result."""
     store, model = open_store(disk), prepared_model()
     do = doing(store)
     before = store.head()

@@ -108,7 +108,7 @@ def build_smallest() -> IsolatedMemoryFileSystem:
 
 @dataclass
 class Count:
-    """What a sweep did, by kind of mutation; `failures` say what did not hold."""
+    """The result of a sweep, by kind of mutation; `failures` describes the violations."""
 
     runs: dict[str, int] = field(default_factory=dict)
     unnamed: dict[str, int] = field(default_factory=dict)

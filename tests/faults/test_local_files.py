@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from cnr_store.changes import changes, recorded_cursor, write_ipc, write_parquet
 from cnr_store.changes.recording import RECORDING
 from cnr_store.integrations.torch_file import load_torch_file
 from cnr_store.transfer.safetensors_file import open_safetensors
+from tests.support.memory import store_in_memory
 from tests.tools.sample_store import build_store
 
 
@@ -182,7 +182,7 @@ def test_a_source_that_cannot_be_read_is_named(tmp_path: Path, read: Callable[[P
 
 def test_an_import_that_finds_no_room_for_its_mirror_says_so(store: Store, tmp_path: Path) -> None:
     export_snapshot(store.snapshot(version=4), tmp_path / "file.safetensors")
-    with Store.create(f"memory://{uuid.uuid4().hex}", threads=1) as target:
+    with store_in_memory() as target:
         with files_of_at_most(0), pytest.raises(StorageFailure, match="mirror"):
             import_tensors(target, tmp_path / "file.safetensors")
 

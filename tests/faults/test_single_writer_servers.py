@@ -15,6 +15,7 @@ from cnr_store.relay import Relay
 from cnr_store.storage import CreateOutcome, open_storage
 from cnr_store.storage.remote import AzureStorage, S3Storage
 from tests.support.fault_proxy import fault_proxy
+from tests.support.memory import store_in_memory
 from tests.support.servers import OPEN_BUCKET, AzureServer, Place, S3Server
 
 pytestmark = pytest.mark.servers
@@ -91,7 +92,7 @@ def test_a_single_writer_may_use_it(unconditional: Place) -> None:
 
 def test_a_relay_may_be_kept_on_it(unconditional: Place) -> None:
     url, options = unconditional.url, unconditional.storage_options
-    with Store.create(f"memory://{uuid.uuid4().hex}", threads=2) as store:
+    with store_in_memory(threads=2) as store:
         save(store, 0)
         with pytest.raises(UnsafeBackend):
             Relay(store, url, storage_options=options).advance()

@@ -24,7 +24,7 @@ from cnr_store.log.commit_log import CommitLog
 from cnr_store.log.leases import CLOCK_TOLERANCE_MS, is_held, read_cursors, read_leases, take_lease
 from cnr_store.log.rebase import draft_after, rebase_expire
 from cnr_store.storage import Storage, storage_from_filesystem
-from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.memory import store_in_memory
 
 SCHEMAS = Path(__file__).resolve().parents[2] / "format_spec" / "schemas"
 
@@ -32,7 +32,7 @@ SCHEMAS = Path(__file__).resolve().parents[2] / "format_spec" / "schemas"
 @pytest.fixture
 def store() -> Store:
     """Three checkpoints: versions 2, 3 and 4."""
-    made = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "store"))
+    made = store_in_memory(threads=None)
     with made.writer() as writer:
         for step in range(3):
             with writer.begin(step, kind="baseline") as txn:
@@ -117,7 +117,7 @@ def before_next_put(storage: Storage, action: Callable[[], None]) -> None:
 
 
 def test_an_expiry_between_the_look_and_the_put_is_seen_by_the_second_look(store: Store) -> None:
-    other = Store.open_on(storage_from_filesystem(store.storage._fs, "store"))  # type: ignore[attr-defined]
+    other = Store.open_on(storage_from_filesystem(store.storage._fs, "/root"))  # type: ignore[attr-defined]
     before_next_put(store.storage, lambda: expire_below(other, 4))
 
     with pytest.raises(VersionExpired):
@@ -125,7 +125,7 @@ def test_an_expiry_between_the_look_and_the_put_is_seen_by_the_second_look(store
 
 
 def test_a_head_that_expired_between_two_requests_gives_way_to_the_newer(store: Store) -> None:
-    other = Store.open_on(storage_from_filesystem(store.storage._fs, "store"))  # type: ignore[attr-defined]
+    other = Store.open_on(storage_from_filesystem(store.storage._fs, "/root"))  # type: ignore[attr-defined]
 
     def move_on() -> None:
         with other.writer() as writer, writer.begin(9, kind="baseline") as txn:

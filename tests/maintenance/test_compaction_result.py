@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from cnr_store import CorruptStore, Store
+from cnr_store import CorruptStore
 from cnr_store.maintenance.compaction import compact_run, tasks
 from cnr_store.maintenance.compaction.result import put_manifest
-from cnr_store.storage import storage_from_filesystem
 from tests.support.compacted import Training
-from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.memory import store_in_memory
 
 RUN = (0, 3)
 Change = Callable[..., Any]
@@ -46,7 +45,7 @@ def of_another_compaction(storage: Any, job: Any, planned: Any, done: Any, manif
 )
 def test_what_is_not_the_plan_is_not_committed(monkeypatch: pytest.MonkeyPatch, change: Change, says: str) -> None:
     monkeypatch.setattr(tasks, "PIECE_CHUNKS", 1)  # each table is a task
-    store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=1)
+    store = store_in_memory()
     training = Training(store)
     with store.writer() as writer:
         training.full(writer)

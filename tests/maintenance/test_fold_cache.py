@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import Store, TableOptions
+from cnr_store import TableOptions
 from cnr_store.maintenance.compaction.counted_chunks import CountedChunks
 from cnr_store.read.plan import Step, plan_table
 from cnr_store.segment.decoded import Scratch
 from cnr_store.segment.reader import SegmentReader
-from cnr_store.storage import storage_from_filesystem
-from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.memory import store_in_memory
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def chunk() -> Iterator[tuple[SegmentReader, Step]]:
     """A chunk of rows 0, 2, 4 of a delta."""
-    with Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=1) as store:
+    with store_in_memory() as store:
         with store.writer() as writer:
             with writer.begin(0) as txn:
                 txn.write_table("t", np.ones((6, 2), np.float32), options=TableOptions(scale=1.0))

@@ -19,9 +19,8 @@ from cnr_store.runtime.threads import Throttle, Workers
 from cnr_store.segment.decoded import Scratch
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.writer import SegmentWriter
-from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Rectangle
-from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.memory import store_in_memory
 from tests.support.merging import common_columns, merge, state_of
 
 Array = np.ndarray[Any, Any]
@@ -30,7 +29,7 @@ NAME = f"{7:020d}-{'e' * 32}"
 
 @pytest.fixture
 def store() -> Iterator[Store]:
-    with Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=2) as made:
+    with store_in_memory(threads=2) as made:
         yield made
 
 

@@ -9,19 +9,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cnr_store import Store
 from cnr_store.format.layout import segment_prefix
 from cnr_store.format.manifest import recorded_digest
 from cnr_store.read.plan import TablePlan
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import array_specs
 from cnr_store.segment.reader import SegmentReader
-from cnr_store.storage import Storage, storage_from_filesystem
+from cnr_store.storage import Storage
 from cnr_store.types import Rectangle
 from tests.read.test_replay_reference import ENCODINGS, part_ops, saves, write
 from tests.segment.test_rectangles import build
 from tests.store.test_store_machine import State, StoreMachine
-from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.memory import store_in_memory
 from tests.support.merging import common_columns, merge, pieces_of, state_of
 from tests.support.row_algebra import AddMode, RowOps, compose
 
@@ -140,7 +139,7 @@ def merge_tilings(
     seed: int, additive: bool, row_slot: bool, states_digest: bool, chunk_bytes: int, merged_chunk_bytes: int
 ) -> None:
     """A chain of segments with many parts, cut differently each time, and merges of it."""
-    store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=2)
+    store = store_in_memory(threads=2)
     with pytest.MonkeyPatch.context() as patch, Workers(2) as workers:
         patch.setattr("cnr_store.format.arrays.CHUNK_BYTES", chunk_bytes)
         build(store, seed, additive=additive, row_slot=row_slot, saves=5, states_digest=states_digest)
@@ -189,7 +188,7 @@ def test_merged_chains_lead_to_the_same_bits_over_many_lives() -> None:
 def test_a_merged_run_of_deltas_is_the_composition_of_its_row_lists(
     encoding: str, chain: list[tuple[int, list[str]]], chunk_bytes: int
 ) -> None:
-    store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=2)
+    store = store_in_memory(threads=2)
     with pytest.MonkeyPatch.context() as patch, Workers(2) as workers:
         patch.setattr("cnr_store.format.arrays.CHUNK_BYTES", chunk_bytes)
         write(store, encoding, chain)

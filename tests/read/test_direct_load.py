@@ -19,6 +19,7 @@ from cnr_store.read.plan import TablePlan
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.types import Rectangle
 from tests.support import encoding_reference as reference
+from tests.support.memory import store_in_memory
 from tests.support.store_oracle import KINDS, same_bits, training_slots, training_values
 
 ROWS, DIM, CHUNK_BYTES = 100, 6, 6 * 16 * 2
@@ -110,7 +111,7 @@ def test_what_is_not_settled() -> None:
 
 
 def chunked_plan() -> TablePlan:
-    with Store.create("memory://test-settled-plan", threads=1) as store:
+    with store_in_memory() as store:
         with store.writer() as writer, writer.begin(1) as txn:
             txn.write_table("t", np.ones((48, DIM), np.float32), options=TableOptions(scale=0.5))
         return plan_of(store.snapshot().table("t"))

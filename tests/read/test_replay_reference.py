@@ -14,9 +14,8 @@ from cnr_store.runtime.threads import Workers
 from cnr_store.segment.decoded import Scratch
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.shards import Shard
-from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import RowRange
-from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.memory import store_in_memory
 from tests.support.row_algebra import AddMode, RowArrays, RowOps, RowState, apply, compose
 
 ROWS, DIM = 12, 2
@@ -84,7 +83,7 @@ def saves(draw: st.DrawFn) -> list[tuple[int, list[str]]]:
 def test_replay_equals_compose_and_apply(encoding: str, chunk_bytes: int, chain: list[tuple[int, list[str]]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cnr_store.format.arrays.CHUNK_BYTES", chunk_bytes)
-        store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=2)
+        store = store_in_memory(threads=2)
         write(store, encoding, chain)
     snapshot = store.snapshot()
     slots = snapshot.tables["t"].slots

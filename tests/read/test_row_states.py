@@ -17,9 +17,8 @@ from cnr_store import CorruptStore, Store, TableOptions, Writer
 from cnr_store.read.plan import plan_table
 from cnr_store.serving.rows.shards import HashShard
 from cnr_store.serving.update.update_tables import ServeAs
-from cnr_store.storage import storage_from_filesystem
 from tests.support.consumers import Consumer
-from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.memory import store_in_memory
 
 ROWS, DIM, FILL = 8, 3, 5.0
 Values = np.ndarray[Any, Any]
@@ -89,7 +88,7 @@ HOLDINGS = [ServeAs(), ServeAs(kept_as="codes"), ServeAs(shard=HashShard(0, 2))]
 
 @pytest.fixture
 def store() -> Iterator[Store]:
-    with Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=1) as made:
+    with store_in_memory() as made:
         yield made
 
 

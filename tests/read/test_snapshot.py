@@ -12,15 +12,10 @@ import pytest
 from cnr_store import BadInput, Store, TableOptions
 from cnr_store.errors import BadDtype, BadRowIds, BadShape, TableNotFound, VersionNotFound
 from cnr_store.segment.shards import Shard
-from cnr_store.storage import storage_from_filesystem
-from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.memory import store_in_memory
 from tests.support.store_oracle import KINDS, TableModel, same_bits, training_slots, training_values
 
 ROWS, DIM = 50, 3
-
-
-def new_store() -> Store:
-    return Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=1)
 
 
 def filled(store: Store, value: float, step: int, writer: Any) -> int:
@@ -35,7 +30,7 @@ def filled(store: Store, value: float, step: int, writer: Any) -> int:
 
 
 def test_by_version_step_tag_and_time() -> None:
-    store = new_store()
+    store = store_in_memory()
     with store.writer() as writer:
         versions = []
         for value in (1, 2, 3):
@@ -65,7 +60,7 @@ def test_by_version_step_tag_and_time() -> None:
 
 @pytest.mark.parametrize("time", [1_700_000_000_000, 1.7e9, "2023-11-14T22:13:20Z", dt.date(2023, 11, 14)])
 def test_a_time_that_is_no_datetime_is_refused(time: Any) -> None:
-    store = new_store()
+    store = store_in_memory()
 
     with pytest.raises(BadInput, match=r"expected a datetime\.datetime; convert ms since 1970") as refused:
         store.snapshot(time=time)
@@ -73,7 +68,7 @@ def test_a_time_that_is_no_datetime_is_refused(time: Any) -> None:
 
 
 def test_a_time_without_a_zone_is_of_this_machine() -> None:
-    store = new_store()
+    store = store_in_memory()
     with store.writer() as writer:
         version = filled(store, 1, 10, writer)
     at = dt.datetime.fromtimestamp(store.record(version).ts_ms / 1000 + 1)  # noqa: DTZ006
@@ -90,7 +85,7 @@ def worlds() -> dict[str, tuple[Store, TableModel]]:
     """Every kind of table after a baseline, changed rows, deletes, a resize and escape rows."""
     made: dict[str, tuple[Store, TableModel]] = {}
     for name in KINDS:
-        store, rng = new_store(), np.random.default_rng(3)
+        store, rng = store_in_memory(), np.random.default_rng(3)
         values, slots = training_values(name, rng, ROWS, DIM), training_slots(name, rng, ROWS, DIM)
         table = TableModel(name, values.copy(), {n: s.copy() for n, s in slots.items()}, np.zeros(ROWS, np.uint8))
         with store.writer() as writer:
@@ -163,7 +158,7 @@ def test_reads_refuse_what_does_not_fit(worlds: dict[str, tuple[Store, TableMode
 
 @pytest.mark.parametrize("mirror", ["memory", "mmap"])
 def test_codes_that_outgrow_int16_widen_the_mirror_in_deltas_and_restores(mirror: Any) -> None:
-    store = new_store()
+    store = store_in_memory()
     values = np.ones((6, 2), np.float32)
     writer = store.writer(mirror=mirror)
     with writer.begin(1) as txn:
@@ -192,7 +187,7 @@ def test_codes_that_outgrow_int16_widen_the_mirror_in_deltas_and_restores(mirror
 
 def test_a_mirror_over_parts_without_a_digest_keeps_one_from_then_on() -> None:
     """A store written without a mirror named no state digest, and the next writer's deltas named none either."""
-    store = new_store()
+    store = store_in_memory()
     with store.writer(mirror="none") as writer:
         filled(store, 1, 1, writer)
         assert store.snapshot().manifests[-1].parts[0].state_digest is None
@@ -208,7 +203,7 @@ def test_a_mirror_over_parts_without_a_digest_keeps_one_from_then_on() -> None:
 
 @pytest.mark.parametrize("mirror", ["memory", "mmap"])
 def test_a_refined_scale_goes_over_exactly_and_is_finer_from_then_on(mirror: Any) -> None:
-    store, rng = new_store(), np.random.default_rng(5)
+    store, rng = store_in_memory(), np.random.default_rng(5)
     options = TableOptions(scale=0.5, nonfinite="escape")
     table = TableModel("lattice_wide", np.zeros((20, DIM), np.float32), {}, np.zeros(20, np.uint8), scale=0.5)
     values = (rng.standard_normal((20, DIM)) * 100).astype(np.float32)
@@ -250,7 +245,7 @@ def test_a_refined_scale_goes_over_exactly_and_is_finer_from_then_on(mirror: Any
 
 
 def test_a_scale_is_refined_in_the_first_save_after_a_restore_only() -> None:
-    store = new_store()
+    store = store_in_memory()
     with store.writer() as writer:
         filled(store, 1, 1, writer)
         with writer.begin(2) as txn, pytest.raises(BadInput, match="first delta after a restore"):

@@ -13,6 +13,7 @@ from cnr_store.log.log_reader import position_bytes
 from cnr_store.relay.mirroring import Descent
 from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.memory import store_in_memory
 
 TORN = b'{"v":'
 
@@ -20,7 +21,7 @@ TORN = b'{"v":'
 @pytest.fixture
 def store() -> Store:
     """Records 0 to 4, of which 2 is torn and superseded by 3, and another log with other tags."""
-    store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=1)
+    store = store_in_memory()
     store.tag("first", 0)
     store.storage.put(commit_key(2), TORN)
     repair_store(store, dry_run=False)
@@ -82,7 +83,7 @@ def test_a_relay_that_has_another_history_is_not_gone_on_with(store: Store) -> N
 
 
 def test_a_torn_record_that_nobody_superseded_is_not_taken() -> None:
-    store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=1)
+    store = store_in_memory()
     store.tag("first", 0)
     entry = store.head()
     torn = LogEntry(entry.record, sha256(TORN))

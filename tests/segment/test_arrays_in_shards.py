@@ -30,6 +30,7 @@ from cnr_store.segment.writer import SegmentWriter
 from cnr_store.storage.local import LocalStorage
 from cnr_store.types import Float32s
 from tests.support.documents import segment_document
+from tests.support.memory import store_in_memory
 from tests.support.store_oracle import same_bits
 from tests.support.zarr_values import integers_of
 
@@ -131,7 +132,7 @@ def test_all_that_is_read_is_what_it_would_be_without_shards(store: Store, tmp_p
 def test_any_table_comes_back_from_shards(rows: int, chunk_rows: int, threads: int, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         small(patch, chunk_rows)
-        store = Store.create(f"memory://shards-{rows}-{chunk_rows}-{threads}-{seed}-{id(patch)}", threads=threads)
+        store = store_in_memory(threads=threads)
         with store, store.writer() as writer:
             tables = {f"t{k}": values_of(rows // (k + 1), seed + k) for k in range(5) if rows // (k + 1)}
             with writer.begin(0) as txn:

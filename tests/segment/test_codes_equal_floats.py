@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from cnr_store import Store, TableOptions
 from cnr_store.encodings import widths
 from cnr_store.errors import BadDtype, BadShape, NonFiniteValues
-from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import MAX_CODE, TableDtype
 from tests.support import encoding_reference as reference
 from tests.support.encoders import lattice_floats
-from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.memory import store_in_memory
 
 LAWS = settings(max_examples=25, deadline=None)
 ROWS, DIM, SCALE = 24, 3, 0.25
@@ -76,10 +75,6 @@ def runs(draw: st.DrawFn) -> Run:
     return Run(dtype, start, steps, mirror, draw(st.sampled_from(["head", "baseline"])), shift)
 
 
-def created() -> Store:
-    return Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=2)
-
-
 def contents(store: Store) -> tuple[Any, ...]:
     """The newest segment without the names that differ from one to the next, and the table that it leads to."""
     head = store.snapshot()
@@ -91,7 +86,7 @@ def contents(store: Store) -> tuple[Any, ...]:
 
 def saved(run: Run, *, codes: bool) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
-    store = created()
+    store = store_in_memory(threads=2)
     slot = {"m": np.ones(ROWS, np.float32)}
     with store, store.writer(mirror=run.mirror) as writer:
         with writer.begin(0, "baseline") as transaction:
@@ -122,7 +117,7 @@ def test_codes_are_stored_as_the_floats_they_were_made_from(run: Run) -> None:
 def test_unchanged_rows_leave_whether_codes_or_floats_came_before() -> None:
     rows, codes = np.arange(4, dtype=np.int64), np.arange(4 * DIM, dtype=np.int16).reshape(4, DIM)
     floats = lattice_floats(codes, SCALE)
-    with created() as store, store.writer() as writer:
+    with store_in_memory(threads=2) as store, store.writer() as writer:
         with writer.begin(0, "baseline") as transaction:
             transaction.write_table("t", np.zeros((ROWS, DIM), np.float32), options=TableOptions(scale=SCALE))
         kept = []
@@ -138,7 +133,7 @@ def test_unchanged_rows_leave_whether_codes_or_floats_came_before() -> None:
 def test_codes_beyond_the_range_are_bad_rows_and_the_largest_is_not(keys: str, code: int) -> None:
     codes = np.zeros((3, DIM), np.int32)
     codes[1, 2] = code
-    with created() as store, store.writer() as writer:
+    with store_in_memory(threads=2) as store, store.writer() as writer:
         with writer.begin(0, "baseline") as transaction:
             if keys == "dense":
                 transaction.write_table("t", np.zeros((ROWS, DIM), np.float32), options=TableOptions(scale=SCALE))
@@ -160,7 +155,7 @@ def test_rows_that_escape_are_kept_as_what_their_codes_stand_for() -> None:
     slot = np.array([1, 1, np.nan, 1], np.float32)
     results = []
     for values in (codes, np.float32(SCALE) * codes.astype(np.float32)):
-        with created() as store, store.writer() as writer:
+        with store_in_memory(threads=2) as store, store.writer() as writer:
             with writer.begin(0, "baseline") as transaction:
                 transaction.write_table(
                     "t", np.zeros((ROWS, DIM), np.float32), slots={"m": np.zeros(ROWS, np.float32)},
@@ -176,7 +171,7 @@ def test_rows_that_escape_are_kept_as_what_their_codes_stand_for() -> None:
 def test_codes_are_taken_for_the_rows_of_lattices_only() -> None:
     codes, rows = np.ones((2, DIM), np.int16), np.arange(2)
     zeros = np.zeros((ROWS, DIM), np.float32)
-    with created() as store, store.writer() as writer, writer.begin(0, "baseline") as transaction:
+    with store_in_memory(threads=2) as store, store.writer() as writer, writer.begin(0, "baseline") as transaction:
         with pytest.raises(BadDtype):
             transaction.write_table("t", codes, options=TableOptions(scale=SCALE))
         transaction.write_table("t", zeros, slots={"m": zeros}, options=TableOptions(scale=SCALE))

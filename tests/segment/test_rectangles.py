@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from cnr_store import Store, Unsupported, verify_store
 from cnr_store.read.snapshot import TableView
 from cnr_store.segment.codes import TableCodes
-from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Rectangle
 from format_spec.reader.compare import compare
-from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.memory import store_in_memory
 from tests.support.rectangles import ABSENT, CODED, ESCAPED, TABLE, Model, Parts, schema_of, tiling
 
 ROWS, DIM = 9, 6
@@ -113,7 +112,7 @@ def test_every_rectangle_reads_as_written(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cnr_store.format.arrays.CHUNK_BYTES", chunk_bytes)
         patch.setattr("cnr_store.read.table_reader.WINDOW_BYTES", window_bytes)
-        store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=1)
+        store = store_in_memory()
         parts = build(store, seed, additive=additive, row_slot=row_slot, saves=saves)
         view, rng = store.snapshot().table(TABLE), np.random.default_rng(seed)
         for rectangle in random_rectangles(rng, parts):

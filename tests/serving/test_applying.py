@@ -34,6 +34,7 @@ from cnr_store.types import FloatBits, Lattice, RowRange
 from tests.support.consumers import HOLDINGS, Consumer, TrackedMemory
 from tests.support.documents import document_of
 from tests.support.faulty import FaultyFileSystem, IsolatedMemoryFileSystem
+from tests.support.memory import store_in_memory
 from tests.support.serving_reference import add_reference
 from tests.support.store_oracle import KINDS, training_slots, training_values
 
@@ -129,10 +130,6 @@ def test_codes_are_added_to_as_a_replay_adds() -> None:
 # One segment.
 
 
-def new_store() -> Store:
-    return Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=2)
-
-
 def train(store: Store, kind: str, seed: int, *, deltas: int = 1) -> None:
     """A table of that kind with escape rows, and deltas with rows of every operation."""
     rng = np.random.default_rng(seed)
@@ -186,7 +183,7 @@ def content(applied: Applied) -> Any:
 def test_the_quick_way_is_the_plain_way(kind: str, seed: int, holding: ServeAs, chunk_bytes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cnr_store.format.arrays.CHUNK_BYTES", chunk_bytes)
-        store = new_store()
+        store = store_in_memory(threads=2)
         train(store, kind, seed, deltas=2)
         served, reader = held_before(store, holding)
 
@@ -200,7 +197,7 @@ def test_the_quick_way_is_the_plain_way(kind: str, seed: int, holding: ServeAs, 
 
 
 def test_differences_to_rows_that_are_not_coded_here_are_left_to_the_chain() -> None:
-    store = new_store()
+    store = store_in_memory(threads=2)
     with store.writer() as writer:
         with writer.begin(1, "baseline") as txn:
             txn.write_table("t", np.ones((6, 2), np.float32), options=TableOptions(scale=0.5))
@@ -218,7 +215,7 @@ def test_differences_to_rows_that_are_not_coded_here_are_left_to_the_chain() -> 
 
 
 def test_codes_that_outgrow_int16_are_told() -> None:
-    store = new_store()
+    store = store_in_memory(threads=2)
     with store.writer() as writer:
         with writer.begin(1, "baseline") as txn:
             txn.write_table("t", np.ones((6, 2), np.float32), options=TableOptions(scale=0.5))
@@ -239,7 +236,7 @@ def altered(reader: SegmentReader, **lists: Any) -> SegmentReader:
 
 @pytest.mark.parametrize("shard", [None, RowRange(2, 5), HashShard(0, 1)])
 def test_a_row_in_two_lists_is_corrupt(shard: Any) -> None:
-    store = new_store()
+    store = store_in_memory(threads=2)
     with store.writer() as writer:
         with writer.begin(1, "baseline") as txn:
             txn.write_table("t", np.ones((6, 2), np.float32), options=TableOptions(encoding="raw"))
@@ -260,7 +257,7 @@ def test_a_row_in_two_lists_is_corrupt(shard: Any) -> None:
 
 @pytest.fixture
 def store() -> Iterator[Store]:
-    with new_store() as store:
+    with store_in_memory(threads=2) as store:
         yield store
 
 

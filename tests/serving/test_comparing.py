@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import Store, TableOptions
+from cnr_store import TableOptions
 from cnr_store.serving.rows.served_table import BaseTable, Overlay
 from cnr_store.serving.rows.shards import HashShard, rows_in_shard
 from cnr_store.serving.update.comparing import LEAST_LIMIT
 from cnr_store.serving.update.update_tables import ServeAs, TableUpdates
-from cnr_store.storage import storage_from_filesystem
 from tests.support.consumers import Consumer
-from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.memory import store_in_memory
 
 ROWS, DIM = 4 * LEAST_LIMIT, 2
 Array = np.ndarray[Any, Any]
@@ -22,7 +21,7 @@ Array = np.ndarray[Any, Any]
 
 def moved_to(values: Array, then: Array, holding: ServeAs, options: TableOptions) -> TableUpdates:
     """A new baseline of the same table, which a consumer of the old one compares."""
-    store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=2)
+    store = store_in_memory(threads=2)
     consumer = Consumer(holding, np.random.default_rng(0))
     with store.writer() as writer:
         for step, table in enumerate((values, then)):
@@ -56,7 +55,7 @@ def test_a_table_of_which_most_differs_is_loaded_anew(holding: ServeAs) -> None:
 @pytest.mark.parametrize(("kept_as", "expected"), [("values", Overlay), ("codes", BaseTable)])
 def test_another_scale_is_another_unit_for_codes_alone(kept_as: Any, expected: type) -> None:
     values = np.zeros((ROWS, DIM), np.float32)
-    store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=1)
+    store = store_in_memory()
     consumer = Consumer(ServeAs(kept_as=kept_as), np.random.default_rng(0))
     with store.writer() as writer:
         for step, scale in enumerate((0.5, 0.25)):
@@ -77,7 +76,7 @@ def test_a_resized_table_is_loaded_anew_where_rows_are_held_by_position() -> Non
 
 def test_a_table_that_only_got_longer_is_known_to_be() -> None:
     """By key its new rows are nowhere, and its length is all that differs."""
-    store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=1)
+    store = store_in_memory()
     consumer = Consumer(ServeAs(shard=HashShard(0, 2)), np.random.default_rng(0))
     with store.writer() as writer:
         with writer.begin(1, "baseline") as txn:

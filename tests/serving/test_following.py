@@ -15,8 +15,7 @@ from cnr_store.format.commit_record import LogEntry
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.serving.following import ServeTarget, plan_between, repeats, wanted_version
 from cnr_store.serving.update.update_plan import Apply, Compare, Same
-from cnr_store.storage import storage_from_filesystem
-from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.memory import store_in_memory
 
 
 @dataclass
@@ -52,7 +51,7 @@ class Life:
 
 @pytest.fixture
 def life() -> Life:
-    store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=1)
+    store = store_in_memory()
     return Life(store)
 
 

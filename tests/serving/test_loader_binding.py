@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from cnr_store import BadInput, Store, TableOptions, VersionRefused
+from cnr_store import BadInput, TableOptions, VersionRefused
 from cnr_store.errors import BadShape, TableNotFound
 from cnr_store.serving import HashShard, Loader, LoaderOptions, RowRange, binding
-from cnr_store.storage import storage_from_filesystem
-from tests.support.faulty import IsolatedMemoryFileSystem
 from tests.support.loader_checks import opened_loader
+from tests.support.memory import store_in_memory
 
 ROWS, DIM = 40, 4
 
@@ -35,7 +34,7 @@ class Training:
     """A store of what `Model` has."""
 
     def __init__(self, options: TableOptions | None = None, dtype: Any = np.float32) -> None:
-        self.store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=1)
+        self.store = store_in_memory()
         self.writer = self.store.writer()
         self.step, self.dtype = 1, dtype
         self.values = np.zeros((ROWS, DIM), dtype)
@@ -166,7 +165,7 @@ def test_rows_held_as_codes_are_copied(training: Training, served: Any, dtype: t
 
 def test_a_bfloat16_table_is_adopted_bit_for_bit() -> None:
     bits = torch.arange(ROWS * DIM, dtype=torch.bfloat16).reshape(ROWS, DIM)
-    store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=1)
+    store = store_in_memory()
     embedding = torch.nn.Embedding(ROWS, DIM, dtype=torch.bfloat16)
     with store, store.writer() as writer:
         with writer.begin(1) as txn:

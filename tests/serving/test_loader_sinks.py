@@ -15,9 +15,8 @@ from cnr_store.serving import HashShard, Loader, LoaderOptions, RowRange
 from cnr_store.serving.rows.lookups import Lookups
 from cnr_store.serving.sinks import FusedRows, SinkState, SinkTable
 from cnr_store.serving.sources import scope_of
-from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Float32s, RowIds
-from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.memory import store_in_memory
 from tests.support.serving_reference import fuse_rows
 
 ROWS, DIM = 40, 4
@@ -57,7 +56,7 @@ class Rows:
 
 @pytest.fixture
 def store() -> Store:
-    store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=1)
+    store = store_in_memory()
     with store.writer() as writer, writer.begin(0) as txn:
         txn.write_table("user", np.zeros((ROWS, DIM), np.float32), options=TableOptions(scale=0.25))
     return store

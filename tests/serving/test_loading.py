@@ -21,19 +21,14 @@ from cnr_store.serving.rows.served_table import ServedTable, row_kind
 from cnr_store.serving.rows.shards import HashShard, rows_in_shard
 from cnr_store.serving.update.loading import load_table
 from cnr_store.serving.update.update_tables import ServeAs
-from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import FloatBits, Lattice, RowRange
 from tests.support.consumers import HOLDINGS, Consumer, expected_rows
-from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.memory import store_in_memory
 from tests.support.store_oracle import KINDS, training_slots, training_values
 
 ROWS, DIM = 50, 3
 Array = np.ndarray[Any, Any]
 OPERATIONS = ("keep", "write", "delete")
-
-
-def new_store() -> Store:
-    return Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=2)
 
 
 def spoiled(kind: str, values: Array, rows: Array) -> Array:
@@ -67,7 +62,7 @@ def test_a_table_is_loaded_as_it_is_with_every_status(
     kind: str, seed: int, holding: ServeAs, window_bytes: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    store = new_store()
+    store = store_in_memory(threads=2)
     status = np.zeros(ROWS, np.uint8)
     with store.writer() as writer:
         with writer.begin(1, "baseline") as txn:
@@ -95,7 +90,7 @@ def test_a_table_is_loaded_as_it_is_with_every_status(
 
 
 def test_hash_shards_are_the_table_together() -> None:
-    store = new_store()
+    store = store_in_memory(threads=2)
     rng = np.random.default_rng(1)
     values = rng.standard_normal((300, DIM)).astype(np.float32)
     with store.writer() as writer, writer.begin(1, "baseline") as txn:
@@ -116,7 +111,7 @@ def test_hash_shards_are_the_table_together() -> None:
     "holding", [ServeAs(kept_as="codes"), ServeAs("bfloat16"), ServeAs("float16", shard=HashShard(0, 2))]
 )
 def test_codes_beyond_int16_are_held_in_int32(holding: ServeAs) -> None:
-    store = new_store()
+    store = store_in_memory(threads=2)
     values = np.full((20, DIM), 3, np.float32)
     values[7] = 50_000
     with store.writer() as writer, writer.begin(1, "baseline") as txn:
@@ -130,7 +125,7 @@ def test_codes_beyond_int16_are_held_in_int32(holding: ServeAs) -> None:
 
 
 def test_a_hashed_table_has_each_key_once_as_its_newest_segment_has_it() -> None:
-    store = new_store()
+    store = store_in_memory(threads=2)
     with store.writer() as writer:
         with writer.begin(1, "baseline") as txn:
             txn.create_table("h", dim=2, options=TableOptions(scale=0.5))
@@ -156,7 +151,7 @@ def test_a_hashed_table_has_each_key_once_as_its_newest_segment_has_it() -> None
 
 
 def test_int8_rows_of_a_set_only_table_are_fused_and_must_be_finite() -> None:
-    store = new_store()
+    store = store_in_memory(threads=2)
     values = np.arange(40, dtype=np.float32).reshape(10, 4)
     with store.writer() as writer:
         with writer.begin(1, "baseline") as txn:
@@ -181,7 +176,7 @@ def test_int8_rows_of_a_set_only_table_are_fused_and_must_be_finite() -> None:
 @pytest.mark.parametrize("kept_as", ["values", "codes"])
 @pytest.mark.parametrize("settled", [True, False])
 def test_the_state_digest_is_checked(kept_as: Any, settled: bool) -> None:
-    store = new_store()
+    store = store_in_memory(threads=2)
     with store.writer() as writer:
         with writer.begin(1, "baseline") as txn:
             txn.write_table("t", np.ones((20, DIM), np.float32), options=TableOptions(scale=0.5))
@@ -201,7 +196,7 @@ def test_the_state_digest_is_checked(kept_as: Any, settled: bool) -> None:
 
 
 def test_an_empty_table_is_a_table() -> None:
-    store = new_store()
+    store = store_in_memory(threads=2)
     with store.writer() as writer, writer.begin(1, "baseline") as txn:
         txn.write_table("t", np.ones((0, DIM), np.float32), options=TableOptions(scale=0.5))
         txn.create_table("h", dim=DIM, options=TableOptions(scale=0.5))
@@ -247,7 +242,7 @@ def test_a_load_takes_one_copy_and_what_is_in_flight(
 
 def test_slots_that_count_in_the_digest_leave_it_unchecked() -> None:
     """They are not read; what is read is checked object by object all the same."""
-    store = new_store()
+    store = store_in_memory(threads=2)
     with store.writer() as writer, writer.begin(1, "baseline") as txn:
         slots = {"m": np.ones(20, np.float32)}
         txn.write_table("t", np.ones((20, DIM), np.float32), slots=slots, options=TableOptions.exact())
@@ -255,7 +250,7 @@ def test_slots_that_count_in_the_digest_leave_it_unchecked() -> None:
 
 
 def test_schemas_are_those_of_the_last_segment() -> None:
-    store = new_store()
+    store = store_in_memory(threads=2)
     with store.writer() as writer:
         with writer.begin(1, "baseline") as txn:
             txn.write_table("t", np.ones((20, DIM), np.float32), options=TableOptions(scale=0.5, fill=7.0))

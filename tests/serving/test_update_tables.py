@@ -13,17 +13,16 @@ from cnr_store.errors import NonFiniteValues
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.serving.rows.served_table import BaseTable
 from cnr_store.serving.update.update_tables import ServeAs
-from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import RowRange
 from tests.support.consumers import Consumer, TrackedMemory
-from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.memory import store_in_memory
 
 OPTIONS = TableOptions(scale=0.5, nonfinite="escape")
 
 
 @pytest.fixture
 def store() -> Iterator[Store]:
-    with Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=2) as made:
+    with store_in_memory(threads=2) as made:
         yield made
 
 

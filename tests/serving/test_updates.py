@@ -16,15 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
-from cnr_store import Store
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.maintenance.compaction import compact_run
-from cnr_store.storage import storage_from_filesystem
 from tests.maintenance.maintained_lines import Line
 from tests.maintenance.test_maintained_store_machine import MaintainedStoreMachine
 from tests.store.test_store_machine import beginning, run
 from tests.support.consumers import HOLDINGS, Consumer, TrackedMemory
-from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.memory import store_in_memory
 from tests.support.rectangles import Model, Parts, schema_of, tiling
 
 CONSUMERS = 3
@@ -99,7 +97,7 @@ def test_consumers_follow_tables_cut_by_rows_and_columns(
 
 
 def follow_parts(rng: np.random.Generator, seed: int, *, additive: bool) -> None:
-    store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=1)
+    store = store_in_memory()
     row_slot = bool(rng.random() < 0.3)
     ranges = SPLITS[rng.integers(len(SPLITS))] if row_slot else ((0, DIM),)
     parts = Parts(store, Model(schema_of(ROWS, DIM, additive=additive, row_slot=row_slot), ranges), seed)

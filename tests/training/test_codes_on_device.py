@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from cnr_store import Store, TableOptions
-from cnr_store.storage import storage_from_filesystem
 from cnr_store.training import CheckpointManager, SavePolicy, TrackingOptions
 from cnr_store.training.background import SaveJob, run_save
 from cnr_store.training.live_training import Launches, launches_of
 from cnr_store.training.save_staging import rows_as_codes
 from cnr_store.training.shards import whole_shard
 from cnr_store.training.tensors import leaf_of, tensor_of
-from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.memory import store_in_memory
 from tests.training import runs
 from tests.training.runs import Training
 
@@ -37,10 +36,6 @@ class Seen:
         self.codes.append(sorted(job.staged.codes))
         self.host_bytes.append(job.staged.host_bytes)
         run_save(job)
-
-
-def memory_store() -> Store:
-    return Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=2)
 
 
 manager_of = partial(runs.manager_of, options=LATTICE, rng=False)
@@ -64,7 +59,7 @@ def newest(store: Store) -> dict[str, Any]:
 
 def saved(steps: Any, *, quantize: bool, training: Training | None = None, **options: Any) -> tuple[Any, Seen]:
     """Save after each of the steps, functions of the training; returns what became of it."""
-    store, training = memory_store(), training or Training()
+    store, training = store_in_memory(threads=2), training or Training()
     manager = manager_of(store, training, quantize_on_device=quantize, **options)
     seen, found = Seen(manager), []
     for number, change in enumerate(steps):
@@ -144,7 +139,7 @@ def test_only_lattices_whose_rows_cannot_escape_are_coded() -> None:
 def test_a_refined_scale_is_the_one_that_rows_are_coded_with() -> None:
     results = []
     for quantize in (True, False):
-        store, training = memory_store(), Training()
+        store, training = store_in_memory(threads=2), Training()
         manager = manager_of(store, training, quantize_on_device=quantize)
         training.train(0)
         manager.save()
@@ -173,7 +168,7 @@ def test_a_refined_scale_is_the_one_that_rows_are_coded_with() -> None:
 
 
 def test_codes_that_were_not_committed_are_made_again() -> None:
-    store, training = memory_store(), Training()
+    store, training = store_in_memory(threads=2), Training()
     manager = manager_of(store, training, quantize_on_device=True, policy="consecutive")
     training.train(0)
     manager.save()
@@ -221,7 +216,7 @@ def test_codes_from_a_gpu_store_the_same_with_half_the_bytes_to_the_host(dtype: 
         torch.manual_seed(0)
         model = nn.Embedding(5000, 32, sparse=True, dtype=dtype, device="cuda")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        store = memory_store()
+        store = store_in_memory(threads=2)
         manager = CheckpointManager(
             store,
             model=model,

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from cnr_store import Store, TableOptions
-from cnr_store.storage import storage_from_filesystem
 from cnr_store.training import CheckpointManager
-from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.memory import store_in_memory
 from tests.training.runs import grouped
 
 pytestmark = [
@@ -36,10 +35,6 @@ class Model(nn.Module):
         return result
 
 
-def store_in_memory() -> Store:
-    return Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=2)
-
-
 def manager_of(store: Store, model: Model, optimizer: torch.optim.Optimizer, **options: Any) -> CheckpointManager:
     return CheckpointManager(
         store, model=model, optimizer=optimizer, options=TableOptions.exact(), **grouped(**options)
@@ -57,7 +52,7 @@ def train(model: Model, optimizer: torch.optim.Optimizer, number: int) -> None:
 
 @pytest.mark.parametrize("first_baseline", ["stall", "live"])
 def test_a_full_save_waits_for_the_stream_that_trains(first_baseline: Any) -> None:
-    model, store = Model(), store_in_memory()
+    model, store = Model(), store_in_memory(threads=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     manager = manager_of(store, model, optimizer, first_baseline=first_baseline)
     stream = torch.cuda.Stream()
@@ -94,7 +89,7 @@ def test_a_run_that_is_restored_goes_on_as_if_it_had_not_ended(kind: str) -> Non
             state |= {f"{number}/{name}": slot.clone() for name, slot in slots.items()}
         return state
 
-    without_end, store = run(store_in_memory(), range(8)), store_in_memory()
+    without_end, store = run(store_in_memory(threads=2), range(8)), store_in_memory(threads=2)
     run(store, range(4))
     restored = run(store, range(4, 8))
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cnr_store import Store, TableOptions
+from cnr_store import TableOptions
+from tests.support.memory import store_in_memory
 
 ROWS = 40
 
@@ -25,7 +24,7 @@ def test_it_finds_the_rows_that_a_save_of_all_rows_stores(
 ) -> None:
     values = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
     sums = np.ones(ROWS, np.float32)
-    with Store.create(f"memory://{uuid.uuid4().hex}") as store, store.writer() as writer:
+    with store_in_memory(threads=None) as store, store.writer() as writer:
         with writer.begin(0) as txn:
             txn.write_table("t", values, slots={"sum": sums}, options=options)
         values[sorted(changed)] += 1
@@ -43,7 +42,7 @@ def test_it_finds_the_rows_that_a_save_of_all_rows_stores(
 
 def test_rows_that_cannot_be_encoded_count_as_changed() -> None:
     values = np.zeros((4, 2), np.float32)
-    with Store.create(f"memory://{uuid.uuid4().hex}") as store, store.writer() as writer:
+    with store_in_memory(threads=None) as store, store.writer() as writer:
         with writer.begin(0) as txn:
             txn.write_table("t", values, options=TableOptions.exact(nonfinite="escape"))
         values[2, 1] = np.nan

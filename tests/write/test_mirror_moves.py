@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
-
 import numpy as np
 import pytest
 
-from cnr_store import Store, TableOptions
+from cnr_store import TableOptions
 from cnr_store.segment.shards import Shard
 from cnr_store.write import delta_rows, encode, mirrors
+from tests.support.memory import store_in_memory
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -19,7 +18,7 @@ def test_codes_beyond_int16_in_any_block_widen_the_mirror_once(
 ) -> None:
     for module in (delta_rows, encode, mirrors):
         monkeypatch.setattr(module, "ENCODE_ROWS", 4)
-    store = Store.create(f"memory://{uuid.uuid4().hex}", threads=threads)
+    store = store_in_memory(threads=threads)
     values = np.arange(40, dtype=np.float32).reshape(20, 2)
     rows = np.arange(20, dtype=np.int64)
     with store.writer() as writer:

@@ -16,10 +16,11 @@ from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.segment.shards import Shard
 from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem
+from tests.support.memory import store_in_memory
 
 
 def writer_of(mirror: Any = "memory", folder: Path | None = None) -> tuple[Store, Writer]:
-    store = Store.create_on(storage_from_filesystem(IsolatedMemoryFileSystem(), "/root"), threads=1)
+    store = store_in_memory()
     writer = store.writer(mirror=mirror, mirror_folder=None if folder is None else str(folder))
     with writer.begin(1) as txn:
         txn.write_table("t", np.ones((6, 2), np.float32), options=TableOptions(scale=0.5))

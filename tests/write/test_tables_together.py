@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import uuid
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -21,6 +20,7 @@ from cnr_store.write.baseline_rows import encode_table
 from cnr_store.write.delta_rows import EncodedRows, TouchedTable, encode_alone, encode_touched
 from cnr_store.write.mirrors import apply_alone, apply_rows
 from cnr_store.write.schema_choice import table_schema
+from tests.support.memory import store_in_memory
 
 ROWS = 12
 
@@ -150,7 +150,7 @@ def test_row_ids_of_many_tables_are_checked_as_those_of_each(
 
 
 def store_with(tables: Sequence[str]) -> Store:
-    store = Store.create(f"memory://many-tables-{uuid.uuid4().hex}")
+    store = store_in_memory(threads=None)
     with store.writer() as writer, writer.begin(0, "baseline") as txn:
         for table in tables:
             txn.write_table(table, np.zeros((4, 2), np.float32), options=TableOptions(scale=0.5))

@@ -13,7 +13,7 @@ ProgressCallback = Callable[[str, int, int], None]
 
 Outcome = Literal["clean", "planned", "collected", "stopped", "incomplete"]
 """``clean``: nothing to do. ``planned``: a dry run found something to do. ``collected``: the run did everything due.
-``stopped``: the deadline passed. ``incomplete``: some deletions failed, or other writers won every retry."""
+``stopped``: the deadline passed. ``incomplete``: some deletions failed, or every retry met a conflict."""
 
 SegmentState = Literal["stays", "young", "marked", "waiting", "due", "deleted", "failed"]
 """``stays``: a kept version needs it. ``young``: no version references it, but its save may be in progress. ``marked``:

@@ -316,7 +316,7 @@ class _Collection:
 
     def _count_records(self, count: int) -> None:
         self._records_read += count
-        self._tell("records", self._records_read, self._records_read)
+        self._show_progress("records", self._records_read, self._records_read)
 
     def _look(self, *, ended_ms: int | None = None) -> tuple[list[LogVersions], set[str]]:
         """Return the logs and the segments. Lists after reading the heads, whose segments were written before."""
@@ -495,7 +495,7 @@ class _Collection:
             except Conflict:
                 return done
             self._records += 1
-            self._tell("expire", done + 1, len(steps))
+            self._show_progress("expire", done + 1, len(steps))
         return len(steps)
 
     def _sweep(self) -> None:
@@ -503,7 +503,7 @@ class _Collection:
         for folder in (DATA, COMMITS, STATE, BRANCHES, LEASES, HINT.partition("/")[0]):
             self._storage.sweep(folder, older_than_s=self._leftover_age_ms / 1000)
 
-    def _tell(self, stage: str, done: int, total: int) -> None:
+    def _show_progress(self, stage: str, done: int, total: int) -> None:
         if self._progress is not None:
             self._progress(stage, done, total)
 

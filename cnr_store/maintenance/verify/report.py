@@ -139,7 +139,7 @@ class Findings:
         """Add an error as a problem of the object at ``path``."""
         self.add(Problem(error.kind, path, versions, _ADVICE.sub("", error.message), table or error.table))
 
-    def hurts(self, path_start: str) -> bool:
+    def affects(self, path_start: str) -> bool:
         """Return whether an object whose key begins with ``path_start`` has a problem."""
         with self._lock:
             return any(problem.path.startswith(path_start) for problem in self.problems)

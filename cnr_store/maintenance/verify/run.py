@@ -137,8 +137,8 @@ def _found(log: Log, checked: Collection[str] | None) -> dict[str, Any]:
 def _restorable(view: LogView, checked: Collection[str], findings: Findings) -> tuple[int, ...]:
     """Return the live versions whose segments were all read and that no problem affects, newest first."""
     unread = {version for segment, versions in view.users.items() if segment not in checked for version in versions}
-    hurt = {version for problem in findings.problems for version in problem.versions}
-    return tuple(sorted(view.live - unread - hurt, reverse=True))
+    affected = {version for problem in findings.problems for version in problem.versions}
+    return tuple(sorted(view.live - unread - affected, reverse=True))
 
 
 def _leave_out_unmirrored(storage: Storage, view: LogView) -> None:
@@ -161,7 +161,7 @@ def _leave_out_unmirrored(storage: Storage, view: LogView) -> None:
 
 
 def _check_version(store: Store, view: LogView, version: int | None, findings: Findings) -> None:
-    if version is None or findings.hurts(view.key(version) if version >= 0 else "?"):
+    if version is None or findings.affects(view.key(version) if version >= 0 else "?"):
         return
     if version not in view.entries:
         known = view.head is not None and 0 <= version <= view.head.record.v

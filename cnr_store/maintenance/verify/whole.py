@@ -78,10 +78,10 @@ def _look(
         checks = ChainChecks(store.storage, view, findings, workers, progress)
         for entry in _states(store, view):
             names = [item.seg for item in entry.record.chain]
-            if set(avoid).isdisjoint(names) and not _is_hurt(view, entry, findings):
+            if set(avoid).isdisjoint(names) and not _is_affected(view, entry, findings):
                 checks.check_chains([entry], deep=True)
                 _refuse_failures(findings)
-                if not _is_hurt(view, entry, findings):
+                if not _is_affected(view, entry, findings):
                     return NewestWhole(entry, tuple(rejected), tuple(findings.problems)), findings
                 if was_overtaken(store.internals.log, findings):
                     break
@@ -118,7 +118,7 @@ def _refuse_failures(findings: Findings) -> None:
             raise StorageFailure(problem.message, path=problem.path)
 
 
-def _is_hurt(view: LogView, entry: LogEntry, findings: Findings) -> bool:
+def _is_affected(view: LogView, entry: LogEntry, findings: Findings) -> bool:
     """Return whether a reader of this version needs an object that has a problem."""
     starts = tuple(layout.segment_prefix(item.seg) for item in entry.record.chain)
     return any(

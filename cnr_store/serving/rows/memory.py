@@ -91,7 +91,7 @@ def offsets_of(arrays: Sequence[ArrayShape]) -> tuple[list[int], int]:
     offsets, end = [], 0
     for shape, dtype in arrays:
         offsets.append(end)
-        # An empty array takes a line too: its address tells which block it is in.
+        # An empty array takes a line too: its address identifies its block.
         size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
         end += -(-size // ALIGNMENT) * ALIGNMENT
     return offsets, end

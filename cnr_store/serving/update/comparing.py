@@ -115,9 +115,9 @@ def compare_table(
                 _compare(readers, served, workers, found)
                 return found.difference(schema, memory)
         except (CodesTooWide, _TooMany):
-            del found  # half of the table, which is no longer wanted
-    anew = load_table(readers, served.name, kind, workers, shard=base.shard, memory=memory)
-    return Difference(anew.base, anew.exact_rows)
+            del found  # half of the table, which is no longer needed
+    loaded = load_table(readers, served.name, kind, workers, shard=base.shard, memory=memory)
+    return Difference(loaded.base, loaded.exact_rows)
 
 
 def has_other_rows(base: BaseTable, schema: TableSchema) -> bool:
