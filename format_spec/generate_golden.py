@@ -24,7 +24,7 @@ from cnr_store import Store, TableOptions
 from cnr_store.format import arrays
 from cnr_store.log import branches
 from cnr_store.log.author import writer_info
-from cnr_store.segment import row_order
+from cnr_store.segment import groups
 from cnr_store.segment.codes import TableCodes
 from cnr_store.segment.shards import Shard
 from format_spec.reader import cnr_read
@@ -450,7 +450,7 @@ def row_order_case(folder):
     def expected():
         return {"t": {"values": lattice(values, scale), "momentum1": rounded(slots, 4)}}
 
-    with mock.patch.object(row_order, "LEAST_CODES", 1):
+    with mock.patch.object(groups, "LEAST_CODES", 1):
         with golden.writer.begin(step=0) as txn:
             txn.write_table("t", values, slots={"momentum1": slots}, options=TableOptions(scale=scale))
         for step in (1, 2):

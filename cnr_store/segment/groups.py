@@ -1,7 +1,13 @@
-"""Which arrays a row list is stored in: small lists of one shape share a group of arrays, large lists have their own.
+"""Which arrays a row list is stored in, and in which order: small lists of one shape share a group, large ones do not.
 
 Cost belongs to the bytes that changed: a delta of a few rows in each of a thousand tables puts as many objects as one
-of a table (`format_spec/decisions/0022`). Nothing is put here.
+of a table (`format_spec/decisions/0022`).
+
+Codes may be stored in the order of a slot: rows that moved alike lie together, and the entropy coder sees it. A slot
+such as Adagrad's accumulator grows by about what its row moved, so its difference, which every delta stores, shows how
+large the row's differences are. Codes in its order are several percent smaller, and no order need be stored
+(`format_spec/decisions/0016`). Row ids and slots stay ascending by row id. The order is that of a stable counting sort
+of int16 keys. Nothing is put here.
 """
 
 from __future__ import annotations
@@ -16,14 +22,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from cnr_store.encodings import row_kernels
 from cnr_store.format import arrays
 from cnr_store.format.layout import array_path
 from cnr_store.format.records import ArrayEntry, ListLine, PartLine, PartPlace
-from cnr_store.segment import row_order
-from cnr_store.segment.row_order import into_order
+from cnr_store.segment.codes import Array, ArraySpec
 
 Blocks = dict[str, npt.NDArray[Any]]
 """Array name (``rows``, ``codes``, ``slots/momentum1`` ...) to the block of one chunk."""
+
+LEAST_CODES = 1 << 16
+"""Arrays with fewer codes stay as they are: there is little to gain from an order, and one more object to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +49,7 @@ class RowList:
         Positions [start, stop) of the list to a block of each array: C-contiguous, owned by the caller until the
         chunk is encoded.
     order
-        The array in whose order each chunk of ``codes`` may be stored (`row_order`); None for that of the row ids.
+        The array in whose order each chunk of ``codes`` may be stored (`order_of`); None for that of the row ids.
     """
 
     count: int
@@ -121,7 +130,7 @@ class GroupShape:
             )
             for name, dtype, width in self.widths
         }
-        if self.order is not None and rows * entries["codes"].shape[1] >= row_order.LEAST_CODES:
+        if self.order is not None and rows * entries["codes"].shape[1] >= LEAST_CODES:
             entries["codes"] = msgspec.structs.replace(entries["codes"], order=entries[self.order].path)
         return entries
 
@@ -215,3 +224,36 @@ class SharedGroup:
                 del self._waiting[0]
             left -= len(pieces[-1]["rows"])
         return self._taken - 1, {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+
+
+def order_of(operation: str, specs: Mapping[str, ArraySpec], dtypes: Mapping[str, np.dtype[Any]]) -> str | None:
+    """Return the name of the array in whose order the codes of a row list may be stored, or None. Pure.
+
+    The first one-dimensional slot whose differences fit int16, for differences of codes. ``dtypes`` are those that the
+    list is stored in.
+    """
+    codes = specs.get("codes")
+    if operation != "add" or codes is None or not codes.is_additive:
+        return None
+    if codes.width < 2:
+        return None
+    slots = (name for name, spec in specs.items() if name != "codes" and spec.is_vector and spec.is_additive)
+    return next((name for name in slots if dtypes[name] == np.int16), None)
+
+
+def into_order(block: Array, keys: Array) -> Array:
+    """Return the rows of ``block`` (n, width) in the stable order of the int16 ``keys`` (n,); copied."""
+    ordered = np.empty(block.shape, block.dtype)
+    row_kernels.sort_rows(_words(block), keys, _words(ordered))
+    return ordered
+
+
+def out_of_order(ordered: Array, keys: Array, out: Array) -> None:
+    """Write rows that `into_order` moved back where they were, to ``out`` (n, width), which is other memory."""
+    row_kernels.unsort_rows(_words(ordered), keys, _words(out))
+
+
+def _words(block: Array) -> Array:
+    """The same rows as 8-byte words where they are whole ones: a quarter as many elements to move."""
+    is_whole = block.flags.c_contiguous and block.shape[1] * block.itemsize % 8 == 0
+    return block.view(np.int64) if is_whole else block

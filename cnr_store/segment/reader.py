@@ -39,7 +39,7 @@ from cnr_store.format.records import (
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.chunk_cache import ChunkCache
 from cnr_store.segment.decoded import ChunkKeeper, Decode, Scratch
-from cnr_store.segment.row_order import out_of_order
+from cnr_store.segment.groups import out_of_order
 from cnr_store.storage import Storage, object_digest, read_inside, read_verified
 from cnr_store.types import JsonValue, RowIds
 

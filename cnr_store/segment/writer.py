@@ -33,13 +33,13 @@ from cnr_store.format.records import (
     ObjectEntry,
     Receipt,
     SegmentDocument,
+    Shards,
     StoredArray,
     TableSchema,
     TensorLine,
 )
 from cnr_store.runtime.threads import Throttle, Workers, blocks
 from cnr_store.segment.groups import GroupShape, RowList, SharedGroup, WrittenList, WrittenPart
-from cnr_store.segment.open_shards import OpenShards
 from cnr_store.storage import Storage, object_digest
 
 logger = logging.getLogger(__name__)
@@ -396,3 +396,44 @@ def merge_receipts(
 def grown(entry: ArrayEntry, rows: int) -> ArrayEntry:
     """Return a whole array with that many rows. Pure."""
     return msgspec.structs.replace(entry, shape=(rows, *entry.shape[1:]), count=rows)
+
+
+class OpenShards:
+    """The incomplete shards of one array. Thread-safe. Memory: the chunks of incomplete shards."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[int, bytes] = {}
+        self._arrived: Counter[int] = Counter()
+        self._inside: dict[int, tuple[int, str]] = {}
+
+    def add(self, entry: ArrayEntry, index: int, data: bytes, *, grows: bool) -> tuple[str, bytes] | None:
+        """Add a chunk. Returns path and bytes of its shard if this chunk completes it, else None.
+
+        ``grows``: the array will have more rows than ``entry``, so a shard is complete only when it is full.
+        """
+        room = arrays.shard_chunks(entry)
+        number = index // room
+        chunks = range(number * room, (number + 1) * room) if grows else arrays.chunks_in(entry, number)
+        line = len(data), object_digest(data)
+        with self._lock:
+            self._waiting[index], self._inside[index] = data, line
+            self._arrived[number] += 1
+            if self._arrived[number] < len(chunks):
+                return None
+            whole = [self._waiting.pop(k) for k in chunks]
+        index_data = arrays.shard_index([len(chunk) for chunk in whole], room)
+        return arrays.object_path(entry, number), b"".join((*whole, index_data))
+
+    def take_back(self) -> dict[int, bytes]:
+        """Return the chunks that wait, by their number in the array; they may be added again, to other shards."""
+        with self._lock:
+            found, self._waiting = self._waiting, {}
+            self._arrived.clear()
+        return found
+
+    def inside(self, entry: ArrayEntry) -> Shards:
+        """Return the manifest's entry of the shards. All chunks must have been added."""
+        lines = [self._inside[k] for k in range(arrays.chunk_count(entry))]
+        sizes, digests = tuple(size for size, _ in lines), "".join(digest for _, digest in lines)
+        return Shards(chunks=arrays.shard_chunks(entry), sizes=sizes, digests=digests)

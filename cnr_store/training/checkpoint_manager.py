@@ -22,7 +22,6 @@ from cnr_store.runtime.arguments import checked_count
 from cnr_store.runtime.ranks import together
 from cnr_store.store import Store
 from cnr_store.training.background import SaveReport, raise_failure
-from cnr_store.training.chain_state import new_chain_state
 from cnr_store.training.live_training import watch_training
 from cnr_store.training.loading import RestoredState
 from cnr_store.training.matching import Resize
@@ -31,6 +30,7 @@ from cnr_store.training.precision.rate_control import RateStatus
 from cnr_store.training.ranks import ranks_of_this_training
 from cnr_store.training.reader import Redistribute, Stateful, check_stateful
 from cnr_store.training.restorer import Restorer, RestoreRequest
+from cnr_store.training.save_plan import new_chain_state
 from cnr_store.training.save_staging import SaveStager
 from cnr_store.training.saver import FailureReports, Saver
 from cnr_store.training.schedule import EXIT_CODE, SaveBoundary, SaveSchedule, StopSignal, TrainingPosition

@@ -18,8 +18,7 @@ import torch
 from cnr_store.errors import CorruptStore, NewerFormat
 from cnr_store.format.document_tree import encode
 from cnr_store.format.documents import canonical_json
-from cnr_store.training.reader import Stateful
-from cnr_store.training.rng import capture_rng
+from cnr_store.training.reader import Stateful, capture_rng
 from cnr_store.training.state import OtherState, StatePlan, add_stepped, optimizer_documents
 from cnr_store.training.tensors import leaf_of
 

@@ -1,21 +1,193 @@
-"""Decides, with all ranks together, what a save writes: a baseline or a delta, and which tables in full."""
+"""Decides, with all ranks together, what a save writes: a baseline or a delta, and which tables in full.
+
+The decision rests on what is known of the saves before it (`ChainState`): tables to write whole, the chain's sizes,
+table sizes, scales. Only the training thread changes that: when a save is planned, when its outcome is known, and after
+a restore.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+import numpy as np
+
 from cnr_store.format import document_tree
+from cnr_store.format.records import CommitRecord, TableSchema
 from cnr_store.runtime.ranks import together
-from cnr_store.training.chain_state import ChainState
+from cnr_store.training.background import SaveJob
 from cnr_store.training.kept_plan import LocalState
 from cnr_store.training.live_training import LiveTraining
-from cnr_store.training.shards import Slots
+from cnr_store.training.matching import RestorePlan
+from cnr_store.training.options import PrecisionPolicy
+from cnr_store.training.precision.calibrating import QualityTarget
+from cnr_store.training.precision.rate_control import RateControl, ScaleChange
+from cnr_store.training.shards import Holdings, RankShard, Slots
 from cnr_store.training.state import OtherState, StatePlan, fused_documents, stepped_documents
 from cnr_store.training.tensors import leaf_of, tensor_of
-from cnr_store.write.policy import Decision, Policy, decide
+from cnr_store.types import RowIds
+from cnr_store.write.policy import CheckpointSize, Decision, Policy, decide
+from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
+from cnr_store_gpu import Cumulative, RowTracker, Taken
+from cnr_store_gpu.words import mark_words, words_of_rows
+
+
+@dataclass(slots=True)
+class Growing:
+    """Tables that have more rows than the stored ones; ``rows``: table to its number of rows now."""
+
+    rows: dict[str, int] = field(default_factory=dict)
+
+    def restored(self, plan: RestorePlan, holdings: Holdings, policy: Policy, tracker: RowTracker) -> set[str]:
+        """Record what was restored, and mark the new rows; returns tables that the next save must write whole."""
+        resized = plan.resized
+        self.rows = {table: holdings.tables[table][0] for table in resized}
+        for name, holding in holdings.by_name.items():
+            if holding.table in resized:
+                num_rows = holding.shard.rows[1] - holding.shard.rows[0]
+                new = np.arange(resized[holding.table], num_rows, dtype=np.int64)
+                tracker.give_back(taken_rows(name, num_rows, new))
+        return set() if policy == "consecutive" else set(self.rows)
+
+    def applied_to(self, schemas: Mapping[str, TableSchema]) -> dict[str, TableSchema]:
+        """Return stored schemas as the next save will leave them. Pure."""
+        resized = {
+            name: msgspec.structs.replace(schemas[name], num_rows=rows)
+            for name, rows in self.rows.items()
+            if name in schemas
+        }
+        return {**schemas, **resized}
+
+    def stage(self, transaction: Transaction, whole: set[str]) -> set[str]:
+        """Resize in a delta what is not written ``whole``; returns what a baseline must be given whole."""
+        if transaction.kind == "baseline":
+            return set(self.rows)
+        for table in self.rows.keys() - whole:
+            transaction.resize_table(table, self.rows[table])
+        return set()
+
+    def won(self) -> None:
+        """Forget them: a save that recorded them is committed."""
+        self.rows.clear()
+
+
+@dataclass(slots=True)
+class Lineage:
+    """Sizes since the baseline, and rows changed since then, by shard."""
+
+    changed: Cumulative
+    sizes: list[CheckpointSize] = field(default_factory=list)
+
+    def add(self, job: SaveJob) -> None:
+        """Add a committed save."""
+        size = CheckpointSize(job.transaction.kind, job.transaction.size_bytes)
+        if size.kind == "baseline":
+            self.sizes = [size]
+            self.changed.clear()
+        else:
+            self.sizes.append(size)
+            self.changed.add(job.taken)
+
+    def restored(
+        self, sizes: list[CheckpointSize], changed: Mapping[str, RowIds], holdings: Mapping[str, RankShard]
+    ) -> None:
+        """Reset after a restore; ``changed`` are row ids of whole tables, ``holdings`` this rank's shards."""
+        self.sizes = sizes
+        self.changed.clear()
+        for name, holding in holdings.items():
+            first, stop = holding.shard.rows
+            rows = changed.get(holding.table, np.empty(0, np.int64))
+            self.changed.add_rows(name, rows[(rows >= first) & (rows < stop)] - first)
+
+
+@dataclass(slots=True, eq=False)
+class ChainState:
+    """What this training knows of the chain that it continues.
+
+    Attributes
+    ----------
+    rate
+        How exact tables are stored.
+    quality
+        The calibration that comes before the first save; None where there is none, or it is done.
+    lineage
+        Sizes of the checkpoints since the baseline, and the rows changed since.
+    growing
+        Tables that have more rows than the stored ones.
+    whole_next
+        Tables that the next save must write whole; the same on all ranks once a save is decided on.
+    """
+
+    rate: RateControl
+    quality: QualityTarget | None
+    lineage: Lineage
+    growing: Growing = field(default_factory=Growing)
+    whole_next: set[str] = field(default_factory=set)
+
+    def won(self, job: SaveJob, training: LiveTraining) -> Mapping[str, ScaleChange]:
+        """Record that a save is committed; returns what it did to scales."""
+        if job.declares:  # what is stored anew is that on all ranks, in one save
+            self.whole_next -= training.tables
+        self.lineage.add(job)
+        self.growing.won()
+        return self.rate.won(job.transaction)
+
+
+def new_chain_state(training: LiveTraining, precision: PrecisionPolicy) -> ChainState:
+    """Return the state of a training that has saved nothing. Blocks; all ranks call it.
+
+    Raises
+    ------
+    BadInput
+        The options contradict each other about scales.
+    """
+    holdings, options = training.holdings, training.options
+    rate = RateControl(options, holdings, precision.schedule)
+    quality = QualityTarget.of(precision, options, training.declared, holdings.shards, training.ranks)
+    lengths = {shard.name: shard.rows[1] - shard.rows[0] for shard in holdings.shards}
+    return ChainState(rate, quality, Lineage(Cumulative(lengths)))
+
+
+def sizes_of_chain(record: CommitRecord) -> list[CheckpointSize]:
+    """Return the sizes of a record's own chain. Pure."""
+    return [CheckpointSize(e.kind, e.bytes) for e in record.chain]
+
+
+def sizes_since_baseline(policy: Policy, records: Iterable[CommitRecord]) -> list[CheckpointSize]:
+    """Return the sizes since the baseline of the newest record, oldest first.
+
+    Parameters
+    ----------
+    records
+        Newest first. `intermittent` reads more than one, because a chain has only the last of its deltas.
+    """
+    walk = iter(records)
+    newest = next(walk)
+    sizes = sizes_of_chain(newest)
+    if policy != "intermittent" or len(sizes) < 2:
+        return sizes
+    baseline, last = newest.chain[0], newest.chain[-1]
+    deltas = {last.seg: last.bytes}
+    for record in walk:
+        if not record.chain or record.chain[0].seg != baseline.seg:
+            if record.kind in ("baseline", "compact", "delta"):
+                break
+            continue
+        if record.kind == "baseline":
+            break
+        if record.kind == "delta" and len(record.chain) > 1:
+            deltas.setdefault(record.chain[-1].seg, record.chain[-1].bytes)
+    return [sizes[0], *(CheckpointSize("delta", size) for size in reversed(deltas.values()))]
+
+
+def taken_rows(name: str, num_rows: int, rows: RowIds) -> Taken:
+    """Return sorted rows of a shard as taken ones, to be given back."""
+    words = np.zeros(words_of_rows(num_rows), np.uint32)
+    mark_words(words, rows, 0, num_rows)
+    return Taken(name, num_rows, rows, words)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

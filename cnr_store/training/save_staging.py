@@ -20,12 +20,11 @@ from cnr_store.format.records import TableSchema
 from cnr_store.runtime.ranks import together
 from cnr_store.segment.codes import array_specs
 from cnr_store.training.background import WEIGHT, LiveRead, SaveJob, WholeShard, failure_message
-from cnr_store.training.chain_state import ChainState
 from cnr_store.training.communication_state import capture_communication
 from cnr_store.training.document import TRAINER, rng_documents, trainer_documents
 from cnr_store.training.live_training import LiveTraining
 from cnr_store.training.reader import reader_name
-from cnr_store.training.save_plan import SavePlan
+from cnr_store.training.save_plan import ChainState, SavePlan
 from cnr_store.training.schedule import TrainingPosition
 from cnr_store.training.shards import LocalShard
 from cnr_store.training.state import OtherState, StatePlan, needs_new_schema

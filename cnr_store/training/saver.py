@@ -32,11 +32,10 @@ from cnr_store.training.background import (
     failure_message,
     raise_failure,
 )
-from cnr_store.training.chain_state import ChainState
 from cnr_store.training.communication_state import with_metrics
 from cnr_store.training.live_training import LiveTraining
 from cnr_store.training.options import OnError, SavePolicy
-from cnr_store.training.save_plan import SavePlan, plan_save
+from cnr_store.training.save_plan import ChainState, SavePlan, plan_save
 from cnr_store.training.save_staging import SaveStager
 from cnr_store.training.schedule import SaveSchedule, TrainingPosition
 from cnr_store.training.training_writer import TakeOver, TrainingWriter

@@ -15,12 +15,13 @@ import importlib
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from cnr_store.communication import SplitTable
 from cnr_store.errors import BadInput
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.segment.shards import Placement, Shard, assign_owners
@@ -182,9 +183,22 @@ class ShardingLibrary:
 # Package of a library to the module that knows it; that module registers itself.
 _KNOWN = {
     "torchrec": "cnr_store.integrations.torchrec",
-    "cnr_store.communication": "cnr_store.training.split_tables",
 }
-_REGISTERED: dict[str, ShardingLibrary] = {}
+
+
+def _find_split_tables(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[LocalShard]:
+    """Find the rows that this rank has of tables that `SplitTable` splits among ranks."""
+    found = []
+    for owner, module in unwrapped(model).named_modules():
+        if isinstance(module, SplitTable):
+            shard = whole_shard(f"{owner}.weight" if owner else "weight", module.weight, optimizers)
+            found.append(replace(shard, num_rows=module.num_rows, rows=module.rows))
+    return found
+
+
+# Lookups of split tables are not followed: the gradient that the optimizer steps by shows which rows change.
+_SPLIT_TABLES = ShardingLibrary(_find_split_tables, follow=lambda _model, _tracker: [], unwrap=lambda _optimizer: None)
+_REGISTERED: dict[str, ShardingLibrary] = {"cnr_store.communication": _SPLIT_TABLES}
 
 
 def register_library(package: str, library: ShardingLibrary) -> None:

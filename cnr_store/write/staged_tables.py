@@ -12,9 +12,8 @@ from cnr_store.format.layout import check_name
 from cnr_store.format.records import Manifest, PartPlace, TableSchema
 from cnr_store.read.changed_rows import rows_since
 from cnr_store.segment.codes import Array, TableCodes, array_specs
-from cnr_store.segment.groups import RowList, WrittenList, WrittenPart
+from cnr_store.segment.groups import RowList, WrittenList, WrittenPart, order_of
 from cnr_store.segment.reader import SegmentReader
-from cnr_store.segment.row_order import order_of
 from cnr_store.segment.rows import own_row_ids
 from cnr_store.segment.shards import Shard
 from cnr_store.segment.writer import SegmentWriter

@@ -24,8 +24,7 @@ from cnr_store_gpu.hooks import Following, OnBypass
 from cnr_store_gpu.optimizers import Movement, RowMovement, inner_optimizer, row_slots
 from cnr_store_gpu.shards import ChangeSource, WatchedShard, bounds_of, check_shards, tensor_of
 from cnr_store_gpu.tables import plan_tables
-from cnr_store_gpu.tracked_table import LookupLedger, TrackedTable, TrackedTables
-from cnr_store_gpu.verify import RowProbe
+from cnr_store_gpu.tracked_table import LookupLedger, RowProbe, TrackedTable, TrackedTables
 
 InFlight = Literal["refuse", "remark"]
 

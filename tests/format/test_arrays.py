@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cnr_store.errors import CorruptObject
 from cnr_store.format import arrays
-from cnr_store.segment.open_shards import OpenShards
+from cnr_store.segment.writer import OpenShards
 from tests.support.zarr_values import integers_of
 
 CASES = [

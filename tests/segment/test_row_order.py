@@ -21,9 +21,8 @@ from cnr_store.maintenance.compaction import compact_run
 from cnr_store.read.prefetch import fetch_requests
 from cnr_store.segment.codes import array_specs
 from cnr_store.segment.decoded import Scratch
-from cnr_store.segment.groups import GroupShape
+from cnr_store.segment.groups import LEAST_CODES, GroupShape, into_order, order_of, out_of_order
 from cnr_store.segment.reader import SegmentReader
-from cnr_store.segment.row_order import LEAST_CODES, into_order, order_of, out_of_order
 from cnr_store.types import Float32s, Lattice, Rectangle
 from format_spec.reader.compare import compare
 from tests.support import encoding_reference as reference

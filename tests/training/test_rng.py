@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cnr_store.training.rng import capture_rng, restore_rng
+from cnr_store.training.reader import capture_rng, restore_rng
 
 
 @pytest.mark.parametrize("draws", [0, 1, 623, 624, 625, 2000])

@@ -32,9 +32,8 @@ from cnr_store.segment.codes import (
     escape_bits,
     stored_specs,
 )
-from cnr_store.segment.groups import Blocks, RowList, WrittenList
+from cnr_store.segment.groups import Blocks, RowList, WrittenList, order_of
 from cnr_store.segment.reader import SegmentReader
-from cnr_store.segment.row_order import order_of
 from cnr_store.segment.writer import SegmentWriter
 from cnr_store.types import RowIds
 from cnr_store.write.encode import stored_shape

@@ -20,7 +20,7 @@ from cnr_store.errors import BadInput
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.training.options import PrecisionPolicy, options_by_table
 from cnr_store.training.ranks import ranks_of_this_training
-from cnr_store.training.rng import capture_rng, restore_rng
+from cnr_store.training.reader import capture_rng, restore_rng
 from cnr_store.training.shards import LocalShard, unwrapped
 from cnr_store.training.state import find_local_shards
 from cnr_store.training.tensors import TensorRows, windows
