@@ -6,8 +6,17 @@ means) are hidden inside this package; see the spec's storage requirements.
 
 from __future__ import annotations
 
-from cnr_store.storage.base import MAX_CREATE_BYTES, CreateOutcome, ObjectStat, Storage, StorageRecipe
-from cnr_store.storage.digests import check_digest, object_digest, read_inside, read_verified
+from cnr_store.storage.base import (
+    MAX_CREATE_BYTES,
+    CreateOutcome,
+    ObjectStat,
+    Storage,
+    StorageRecipe,
+    check_digest,
+    object_digest,
+    read_inside,
+    read_verified,
+)
 from cnr_store.storage.opening import open_storage, reopen_storage, storage_from_filesystem
 
 __all__ = [

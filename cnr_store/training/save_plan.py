@@ -24,8 +24,8 @@ from cnr_store.training.matching import RestorePlan
 from cnr_store.training.options import PrecisionPolicy
 from cnr_store.training.precision.calibrating import QualityTarget
 from cnr_store.training.precision.rate_control import RateControl, ScaleChange
-from cnr_store.training.shards import Holdings, RankShard, Slots
-from cnr_store.training.state import OtherState, StatePlan, fused_documents, stepped_documents
+from cnr_store.training.shards import Holdings, RankShard
+from cnr_store.training.state import fused_documents, stepped_documents
 from cnr_store.training.tensors import leaf_of, tensor_of
 from cnr_store.types import RowIds
 from cnr_store.write.policy import CheckpointSize, Decision, Policy, decide
@@ -196,17 +196,15 @@ class SavePlan:
 
     Attributes
     ----------
-    state, slots, other
-        This rank's state plan, its slots by name of the shard, and its other optimizer state.
+    local
+        What this rank has to save.
     decision
         The same on all ranks.
     tables
         What all ranks together know of the tables: ``slots``, ``fused`` and ``stepped``.
     """
 
-    state: StatePlan
-    slots: Mapping[str, Slots]
-    other: OtherState
+    local: LocalState
     decision: Decision
     tables: Mapping[str, Any]
 
@@ -242,7 +240,7 @@ def plan_save(training: LiveTraining, chain: ChainState, policy: Policy, writer:
     if decision.kind == "baseline":
         chain.whole_next |= chain.rate.waits_for_baseline()
         chain.whole_next |= chain.rate.too_fine(training.control, writer, chain.whole_next)
-    return SavePlan(local.state, local.slots, local.other, decision, known)
+    return SavePlan(local, decision, known)
 
 
 def _decide_here(

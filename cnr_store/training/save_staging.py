@@ -88,7 +88,7 @@ class SaveStager:
         """Whether tables have other slots now than when they began to be read."""
         tables, options, owned = read.transaction.tables, self.training.options, self.training.holdings.owned
         return any(
-            needs_new_schema(tables[one.key.table], owned[name].shard, plan.slots[name], options[one.key.table])
+            needs_new_schema(tables[one.key.table], owned[name].shard, plan.local.slots[name], options[one.key.table])
             for name, one in read.whole.items()
         )
 
@@ -160,7 +160,7 @@ class SaveStager:
             local = rows_to_write(taken[name], plan.decision, self.chain.lineage.changed)
             rows[name] = local + own.shard.rows[0] if own.shard.rows[0] else local
             on_device = taken[name].device_rows if local is taken[name].row_ids else None
-            requests[name] = RowRequest(local, {WEIGHT: own.shard.weight, **plan.slots[name]}, on_device)
+            requests[name] = RowRequest(local, {WEIGHT: own.shard.weight, **plan.local.slots[name]}, on_device)
         return rows, requests
 
     def _put_state(self, transaction: Transaction, writer: Writer, plan: SavePlan) -> dict[str, Any]:
@@ -173,11 +173,11 @@ class SaveStager:
         communication = capture_communication(training.communication, rank, self.residual_bits)
         documents: dict[str, Any] = dict(communication.documents)
         if rank == 0:
-            known = writer.snapshot.dense if writer.is_synced else ()
-            put_dense_state(transaction, known, plan.state, plan.other, communication.shared)
+            known, local = writer.snapshot.dense if writer.is_synced else (), plan.local
+            put_dense_state(transaction, known, local.state, local.other, communication.shared)
             transaction.put_scalars({"step": self.position.step})
             documents |= trainer_documents(
-                plan.state, training.optimizers, plan.other, plan.tables, training.extras, self.chain.rate.document()
+                local.state, training.optimizers, local.other, plan.tables, training.extras, self.chain.rate.document()
             )
         if self.saves_rng:
             documents |= rng_documents(rank)
@@ -191,10 +191,10 @@ class SaveStager:
 
     def _whole_shards(self, plan: SavePlan, tables: set[str]) -> dict[str, WholeShard]:
         """This rank's shards of tables, by name."""
-        anew, options = self.chain.whole_next, self.chain.rate.options_for
+        anew, options, slots = self.chain.whole_next, self.chain.rate.options_for, plan.local.slots
         return {
             name: WholeShard(
-                own.key, own.shard.weight.detach(), plan.slots[name], options(own.table) if own.table in anew else None
+                own.key, own.shard.weight.detach(), slots[name], options(own.table) if own.table in anew else None
             )
             for name, own in self.training.holdings.owned.items()
             if own.table in tables

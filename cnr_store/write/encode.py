@@ -1,8 +1,8 @@
-"""Turn blocks of float rows into their stored arrays: one table's encodings, applied on threads. Pure, no I/O."""
+"""Check rows that a transaction is given, and turn blocks of floats into their stored arrays, on threads. No I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -15,6 +15,7 @@ from cnr_store.errors import BadDtype, BadInput, BadShape, NonFiniteValues
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import Array, ArraySpec, ExactRows, decode_block
 from cnr_store.segment.groups import Blocks, RowList
+from cnr_store.segment.rows import check_row_ids
 from cnr_store.types import MAX_CODE, Affine, Lattice, Rectangle, RowIds
 
 
@@ -225,3 +226,49 @@ def check_arrays(
                 table=table, expected=expected_dtype, found=str(array.dtype),
             )  # fmt: skip
     return given
+
+
+def own_row_ids(given: Sequence[Any], ranges: Sequence[tuple[int, int] | None], tables: Sequence[str]) -> list[RowIds]:
+    """Return copies of the row ids of several tables, checked as `check_row_ids` does, all of them at once.
+
+    Parameters
+    ----------
+    given
+        Row ids, one array for each table.
+    ranges
+        The rows that the caller holds of each table, half-open; None for hashed tables.
+
+    Raises
+    ------
+    BadRowIds
+        As `check_row_ids` of the first table whose ids are wrong.
+    """
+    is_plain = all(isinstance(rows, np.ndarray) and rows.dtype == np.int64 and rows.ndim == 1 for rows in given)
+    if is_plain and given:
+        joined: RowIds = np.concatenate(given)
+        ends = np.cumsum([len(rows) for rows in given])
+        bounds = ends.tolist()
+        if _are_in_ranges(joined, ends, ranges):
+            return [joined[start:stop] for start, stop in zip([0, *bounds], bounds, strict=False)]
+    return [
+        check_row_ids(
+            rows, None if held is None else held[1], first_row=0 if held is None else held[0], table=table
+        ).copy()
+        for rows, held, table in zip(given, ranges, tables, strict=True)
+    ]
+
+
+def _are_in_ranges(joined: RowIds, ends: RowIds, ranges: Sequence[tuple[int, int] | None]) -> bool:
+    """Whether ids that stand end to end are ascending and unique in each range, and inside it."""
+    if not len(joined):
+        return True
+    ascending = joined[1:] > joined[:-1]
+    ascending[ends[(ends > 0) & (ends < len(joined))] - 1] = True  # from one table to the next
+    starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
+    any_key = np.iinfo(np.int64)
+    lowest = np.array([any_key.min if one is None else one[0] for one in ranges], np.int64)
+    highest = np.array([any_key.max if one is None else one[1] - 1 for one in ranges], np.int64)
+    filled = ends > starts
+    first, last = joined[starts[filled]], joined[ends[filled] - 1]
+    inside = (first >= lowest[filled]) & (last <= highest[filled])
+    return bool(ascending.all() and inside.all())

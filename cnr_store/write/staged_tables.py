@@ -14,7 +14,6 @@ from cnr_store.read.changed_rows import rows_since
 from cnr_store.segment.codes import Array, TableCodes, array_specs
 from cnr_store.segment.groups import RowList, WrittenList, WrittenPart, order_of
 from cnr_store.segment.reader import SegmentReader
-from cnr_store.segment.rows import own_row_ids
 from cnr_store.segment.shards import Shard
 from cnr_store.segment.writer import SegmentWriter
 from cnr_store.types import Rectangle, RowIds
@@ -26,7 +25,7 @@ from cnr_store.write.delta_rows import (
     encode_touched,
     options_on_bad_rows,
 )
-from cnr_store.write.encode import EncodedList, RowUpdate, check_arrays, columns_of, refused_rows
+from cnr_store.write.encode import EncodedList, RowUpdate, check_arrays, columns_of, own_row_ids, refused_rows
 from cnr_store.write.mirrors import Mirrors, apply_rows
 from cnr_store.write.schema_changes import SchemaChanges
 from cnr_store.write.schema_choice import checked_size, table_dtype

@@ -62,7 +62,7 @@ OWN = "tests/storage/test_digests.py::test_the_digest_is_xxh3_128_of_the_bytes"
 ENTRY = """
 [[mutation]]
 name = "{name}"
-file = "cnr_store/storage/digests.py"
+file = "cnr_store/storage/base.py"
 old = "{old}"
 new = "{new}"
 why = "an example"
@@ -86,7 +86,7 @@ def test_a_mutation_that_no_test_notices_is_told(tmp_path: Path) -> None:
     assert re.search(r"^SURVIVED .* area: overlooked$", found.stdout, re.MULTILINE)
     assert re.search(r"^does not apply: gone: `old` stands 0 times .* area: gone$", found.stdout, re.MULTILINE)
     assert re.search(r"^tests that do not pass without it: .* area: untested$", found.stdout, re.MULTILINE)
-    assert "xxh3_128_hexdigest(data)" in (ROOT / "cnr_store/storage/digests.py").read_text()
+    assert "xxh3_128_hexdigest(data)" in (ROOT / "cnr_store/storage/base.py").read_text()
 
 
 def test_a_test_that_runs_out_of_time_is_told_apart(tmp_path: Path) -> None:

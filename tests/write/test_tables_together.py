@@ -15,9 +15,10 @@ from cnr_store.errors import BadInput, BadRowIds, NonFiniteValues
 from cnr_store.format import arrays
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import ABSENT, TableCodes, array_specs
-from cnr_store.segment.rows import check_row_ids, own_row_ids
+from cnr_store.segment.rows import check_row_ids
 from cnr_store.write.baseline_rows import encode_table
 from cnr_store.write.delta_rows import EncodedRows, TouchedTable, encode_alone, encode_touched
+from cnr_store.write.encode import own_row_ids
 from cnr_store.write.mirrors import apply_alone, apply_rows
 from cnr_store.write.schema_choice import table_schema
 from tests.support.memory import store_in_memory
