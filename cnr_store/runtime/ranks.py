@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from cnr_store.errors import CnrStoreError, RankFailed, RankLost
 
@@ -35,6 +37,14 @@ class Ranks(Protocol):
             A rank did not answer in time. This connection cannot be used any more.
         """
 
+    def broadcast(self, data: npt.NDArray[np.uint8], source: int) -> None:
+        """Fill ``data`` with that of rank ``source``, in place; of equal length on all ranks. Blocks; all call it.
+
+        Raises
+        ------
+        RankLost
+        """
+
     def another(self) -> Ranks:
         """Return another connection to the same ranks, for another thread. All ranks call it together. Blocks."""
 
@@ -48,6 +58,9 @@ class OneRank:
     def exchange(self, message: bytes) -> list[bytes]:
         """Return the message alone."""
         return [message]
+
+    def broadcast(self, data: npt.NDArray[np.uint8], source: int) -> None:
+        """Do nothing: this rank has it."""
 
     def another(self) -> OneRank:
         """Return itself."""

@@ -26,6 +26,7 @@ from cnr_store.training.precision.rate_control import RateStatus, ScaleChange, T
 from cnr_store.training.ranks import ProcessRanks
 from cnr_store.training.reader import IntervalReader, reader_states_for
 from cnr_store.training.redistribution import share_evenly
+from cnr_store.training.survivor import Survivor
 
 __all__ = [
     "CheckpointManager",
@@ -34,6 +35,7 @@ __all__ = [
     "PrecisionPolicy",
     "StoreOptions",
     "RestoredState",
+    "Survivor",
     "load",
     "SaveReport",
     "ScaleChange",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -16,10 +15,10 @@ import torch
 from torch import nn
 
 from cnr_store.communication.state import CommunicationState
-from cnr_store.errors import BadInput, CnrStoreError, SaveInProgress
+from cnr_store.errors import BadInput, CnrStoreError
 from cnr_store.format.notes import checked_notes
 from cnr_store.runtime.arguments import checked_count
-from cnr_store.runtime.ranks import together
+from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.store import Store
 from cnr_store.training.background import SaveReport, raise_failure
 from cnr_store.training.live_training import watch_training
@@ -32,8 +31,9 @@ from cnr_store.training.reader import Redistribute, Stateful, check_stateful
 from cnr_store.training.restorer import Restorer, RestoreRequest
 from cnr_store.training.save_plan import new_chain_state
 from cnr_store.training.save_staging import SaveStager
-from cnr_store.training.saver import FailureReports, Saver
+from cnr_store.training.saver import FailureReports, Saver, save_due
 from cnr_store.training.schedule import EXIT_CODE, SaveBoundary, SaveSchedule, StopSignal, TrainingPosition
+from cnr_store.training.survivor import Survivor, survivor_of
 from cnr_store.training.training_writer import TrainingWriter, open_or_create
 from cnr_store.types import JsonValue, SlotsRule
 from cnr_store.write.table_options import TableOptions
@@ -109,20 +109,7 @@ class CheckpointManager:
         precision: PrecisionPolicy = PrecisionPolicy(),  # noqa: B008 (frozen)
         store_options: StoreOptions = StoreOptions(),  # noqa: B008 (frozen)
     ) -> None:
-        if every_steps is not None:
-            checked_count("every_steps", every_steps, least=1)
-        if store_options.branch is not None and isinstance(store, Store):
-            raise BadInput("branch= goes with a URL; open the store on its branch instead", found=store_options.branch)
-        if reader is not None:
-            check_stateful("reader", reader)
-        for name, extra in (extras or {}).items():
-            check_stateful(f"extras[{name!r}]", extra)
-        ranks = ranks_of_this_training() if store_options.ranks is None else store_options.ranks
-        if save_policy.every_seconds is not None and ranks.world > 1:
-            raise BadInput(
-                "every_seconds= is for one rank: the clocks of several differ, and they must save at the same step; "
-                "give every_steps="
-            )
+        ranks = _checked_ranks(store, reader, extras or {}, every_steps, save_policy, store_options)
         self._policy, self._is_closed = save_policy, False
         self._training = training = watch_training(
             model, optimizer, reader, extras or {}, communication, options, ranks,
@@ -197,7 +184,7 @@ class CheckpointManager:
             return True
         self._saver.collect_at_step(self._boundary.must_wait)
         if self._saver.schedule.is_due(self.current_step, time.monotonic()) and not self._boundary.must_wait():
-            self._save_due()
+            save_due(self._saver)
         return False
 
     def save(
@@ -268,6 +255,7 @@ class CheckpointManager:
         slots_rule: SlotsRule = "exact",
         fallback: bool = False,
         redistribute: Redistribute | None = None,
+        survivor: Survivor | None = None,
     ) -> RestoredState | None:
         """Put a checkpoint into the model, the optimizers, the reader and the generators, in place. Blocks.
 
@@ -296,6 +284,10 @@ class CheckpointManager:
         redistribute
             If another number of ranks resumes: a function from the list of saved reader states to one state for each
             rank. Without it such a restore is refused.
+        survivor
+            On ranks that outlived a lost one: what `survivor` returned. These ranks keep their rows and state; ranks
+            without one read their rows from the head, and get a copy of all else from the first rank that survived.
+            Only for the head, with the same shards.
 
         Returns
         -------
@@ -306,15 +298,34 @@ class CheckpointManager:
         ------
         BadInput, BadShape, BadDtype, Unsupported, VersionNotFound, VersionExpired, TagNotFound
             Before anything is changed; also where nothing of the checkpoint fits the training.
-        CorruptStore, StorageFailure
+        Conflict
+            With ``survivor``: a checkpoint was committed that this rank does not know. Nothing was changed.
+        CorruptStore, StorageFailure, RankLost
             Weights may be half restored: restore again, or restore another version.
         """
         self._check_open()
-        request = RestoreRequest(
+        return self._restorer.restore(RestoreRequest(
             version=version, step=step, tag=tag, tables=tables, strict=strict, resize=resize, slots_rule=slots_rule,
-            fallback=fallback, redistribute=redistribute,
-        )  # fmt: skip
-        return self._restorer.restore(request)
+            fallback=fallback, redistribute=redistribute, survivor=survivor,
+        ))  # fmt: skip
+
+    def survivor(self) -> Survivor:
+        """Close this manager after another rank was lost, and return what this rank needs to keep its rows. Blocks.
+
+        Call it on each rank that is left, where a step has failed. Then make the process group and a new manager, as
+        the process in place of the lost rank does, and give the result to `restore` (CPR, MLSys 2021; docs/ranks.md).
+
+        Raises
+        ------
+        BadInput, BadRowIds
+            Which rows changed is not known: restore without it.
+        """
+        self._check_open()
+        self._stop.close()
+        try:
+            return survivor_of(self._saver)
+        finally:
+            self._end()
 
     @property
     def history(self) -> list[SaveReport]:
@@ -374,31 +385,6 @@ class CheckpointManager:
         """Bytes that the code mirrors take now."""
         return self._saver.writer.mirror_nbytes
 
-    def _save_due(self) -> None:
-        """Begin the save that is due, by the rules of ``when_busy`` and ``on_error``."""
-        started = time.perf_counter()
-        control, policy = self._training.control, self._policy
-        # If one rank cannot save now, no rank can; with "wait" no rank asks.
-        if policy.when_busy != "wait" and any(together(control, lambda: self.is_saving)):
-            if policy.when_busy == "refuse":
-                raise SaveInProgress(
-                    f"the save before step {self.current_step} is still under way; save less often, or choose "
-                    'when_busy="wait" or "skip"'
-                )
-            self._saver.mark_saved()
-            return
-        self._reports.report_together(self._saver.collect(wait=True))
-        try:
-            is_over = self._saver.begin(wait_s=time.perf_counter() - started)
-        except CnrStoreError as error:
-            if policy.on_error == "raise":
-                raise
-            self._saver.mark_saved()
-            warnings.warn(f"no checkpoint at step {self.current_step}: {error}", RuntimeWarning, stacklevel=3)
-            return
-        if self._training.ranks.world == 1 and is_over:  # a first baseline that stalled failed in this step
-            self._reports.report(self._saver.collect(wait=False))
-
     def _save_last(self) -> None:
         """Save because the process is about to end; an earlier failure must not prevent it."""
         if (error := self._saver.collect(wait=True)) is not None:
@@ -430,15 +416,46 @@ class CheckpointManager:
         """
         if self._is_closed:
             return
-        self._is_closed = True
         self._stop.close()
         try:
             self._saver.close()
         finally:
-            self._training.detach()
-            if self._owns_store:
-                self._store.close()
+            self._end()
+
+    def _end(self) -> None:
+        self._is_closed = True
+        self._training.detach()
+        if self._owns_store:
+            self._store.close()
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise BadInput("the checkpoint manager is closed; make another one")
+
+
+def _checked_ranks(
+    store: str | Store, reader: Stateful | None, extras: Mapping[str, Stateful], every_steps: int | None,
+    save_policy: SavePolicy, store_options: StoreOptions,
+) -> Ranks:  # fmt: skip
+    """Return the ranks of a manager with these options.
+
+    Raises
+    ------
+    BadInput
+        An option alone, or two that contradict each other.
+    """
+    if every_steps is not None:
+        checked_count("every_steps", every_steps, least=1)
+    if store_options.branch is not None and isinstance(store, Store):
+        raise BadInput("branch= goes with a URL; open the store on its branch instead", found=store_options.branch)
+    if reader is not None:
+        check_stateful("reader", reader)
+    for name, extra in extras.items():
+        check_stateful(f"extras[{name!r}]", extra)
+    ranks = ranks_of_this_training() if store_options.ranks is None else store_options.ranks
+    if save_policy.every_seconds is not None and ranks.world > 1:
+        raise BadInput(
+            "every_seconds= is for one rank: the clocks of several differ, and they must save at the same step; "
+            "give every_steps="
+        )
+    return ranks

@@ -61,6 +61,9 @@ class RestoredState:
         The version that should have been restored and is damaged; None if there was no need to go back.
     problem
         What is wrong with that one.
+    lost_ranks, stale_steps
+        After a partial recovery: the ranks whose rows come from ``version``, and how many steps older those are than
+        ``step``.
     """
 
     step: int
@@ -71,6 +74,8 @@ class RestoredState:
     unexpected: tuple[str, ...] = ()
     fallback_from: int | None = None
     problem: str | None = None
+    lost_ranks: tuple[int, ...] = ()
+    stale_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

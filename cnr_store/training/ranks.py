@@ -7,8 +7,12 @@ time limit is another: a save may take minutes. Only bytes travel, never pickled
 from __future__ import annotations
 
 import datetime as dt
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -66,21 +70,18 @@ class ProcessRanks:
 
     def exchange(self, message: bytes) -> list[bytes]:
         """See `cnr_store.runtime.ranks.Ranks.exchange`. Two gathers: lengths, then bytes."""
-        if self._lines.is_broken:
-            raise RankLost(f"a rank did not answer earlier; {_ADVICE}")
-        try:
+        with self._answered():
             lengths = self._gather(torch.tensor([len(message)], dtype=torch.int64, device="cpu"))
             sizes = [int(length) for length in lengths]
             padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
             padded[: len(message)] = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[: len(message)]
             given = self._gather(padded)
-        except RuntimeError as error:  # torch's DistError too
-            self._hang_up()
-            reason = str(error).split(". This is typically")[0]  # gloo goes on with advice of its own
-            raise RankLost(
-                f"another rank ended, or did not answer within {self._timeout_s:g} s ({reason}); {_ADVICE}"
-            ) from error
         return [tensor[:size].numpy().tobytes() for tensor, size in zip(given, sizes, strict=True)]
+
+    def broadcast(self, data: npt.NDArray[np.uint8], source: int) -> None:
+        """See `cnr_store.runtime.ranks.Ranks.broadcast`."""
+        with self._answered():
+            dist.broadcast(torch.from_numpy(data), group=self._line, group_src=source)
 
     def another(self) -> ProcessRanks:
         """See `cnr_store.runtime.ranks.Ranks.another`. It breaks when this one does."""
@@ -88,6 +89,20 @@ class ProcessRanks:
         other._lines = self._lines
         self._lines.groups.append(other._line)
         return other
+
+    @contextmanager
+    def _answered(self) -> Iterator[None]:
+        """Raise RankLost where gloo fails, and close all lines then."""
+        if self._lines.is_broken:
+            raise RankLost(f"a rank did not answer earlier; {_ADVICE}")
+        try:
+            yield
+        except RuntimeError as error:  # torch's DistError too
+            self._hang_up()
+            reason = str(error).split(". This is typically")[0]  # gloo goes on with advice of its own
+            raise RankLost(
+                f"another rank ended, or did not answer within {self._timeout_s:g} s ({reason}); {_ADVICE}"
+            ) from error
 
     def _hang_up(self) -> None:
         """Close this rank's connections on all lines: ranks far from the lost one would wait for their time limit."""

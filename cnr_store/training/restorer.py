@@ -15,6 +15,7 @@ from typing import Any, get_args
 from cnr_store.communication.state import RankState
 from cnr_store.errors import BadInput, CorruptRecord, CorruptStore, RankLost
 from cnr_store.format.commit_record import LogEntry
+from cnr_store.format.records import DenseEntry
 from cnr_store.maintenance.repair import read_end
 from cnr_store.maintenance.verify import find_newest_whole
 from cnr_store.runtime.arguments import checked_choice
@@ -47,6 +48,7 @@ from cnr_store.training.restoring import (
 from cnr_store.training.save_plan import ChainState, sizes_since_baseline
 from cnr_store.training.saver import Saver
 from cnr_store.training.schedule import TrainingPosition
+from cnr_store.training.survivor import Recovery, SharedState, Survivor, plan_recovery, share_live_state
 from cnr_store.training.tensors import Array
 from cnr_store.training.training_writer import TakeOver
 from cnr_store.types import RowIds, SlotsRule
@@ -74,12 +76,17 @@ class RestoreRequest:
     slots_rule: SlotsRule
     fallback: bool
     redistribute: Redistribute | None
+    survivor: Survivor | None = None
 
     def __post_init__(self) -> None:
         if self.resize is not None:
             checked_choice("resize", self.resize, get_args(Resize))
         if self.fallback and not self.is_head:
             raise BadInput("fallback= is for the head: leave out version=, step= and tag=, or fallback=")
+        changes = (self.tables, self.resize, self.redistribute)
+        is_plain = self.is_head and self.strict and not self.fallback and self.slots_rule == "exact"
+        if self.survivor is not None and not (is_plain and all(one is None for one in changes)):
+            raise BadInput("survivor= continues the live training from the head: leave out all other arguments")
 
     @property
     def is_head(self) -> bool:
@@ -92,6 +99,7 @@ class _ReadState:
     """What a restore reads before the tables, and where those go."""
 
     dense: Mapping[str, Array]
+    entries: Mapping[str, DenseEntry]
     reader_state: Any
     rng: dict[str, Any] | None
     sizes: list[CheckpointSize]
@@ -117,9 +125,14 @@ class Restorer:
         self.saver.reports.report_together(self.saver.collect(wait=True))
         self.saver.settle()
 
+        steps = together(control, lambda: None if request.survivor is None else request.survivor.step)
+        recovery = plan_recovery(steps)
+
         def load() -> RestoredState | None:
             chosen = rank_zero(control, lambda: choose_start(self.store, request.version, request.step, request.tag))
             take_over = TakeOver(self.store, chosen["version"], chosen["newest"])
+            if recovery is not None:
+                return self._recover(take_over, request, recovery)
             if chosen["is_empty"]:
                 self.saver.restored(self.saver.open_writer(take_over))
                 return None
@@ -149,6 +162,24 @@ class Restorer:
             self.chain.whole_next |= self.training.tables  # what was left out is not what the mirrors hold
         return restored
 
+    def _recover(self, take_over: TakeOver, request: RestoreRequest, recovery: Recovery) -> RestoredState:
+        """Put the rows of lost ranks in place, and continue with those of the others (`survivor`)."""
+        training, survivor = self.training, request.survivor
+        planned: list[Planned] = []
+
+        def plan() -> None:
+            if survivor is not None:
+                survivor.check_newest(self.store, take_over.version)
+            planned.append(self._plan(take_over.version, request))
+
+        together(training.control, plan)
+        shared = share_live_state(training, planned[0], recovery)
+        restored = self._put_in_place(
+            self.saver.open_writer(take_over), planned[0] if shared is None else shared.planned, request,
+            shared, recovery.step,
+        )  # fmt: skip
+        return replace(restored, lost_ranks=recovery.lost, stale_steps=recovery.step - planned[0].snapshot.step)
+
     def _plan(self, version: int, request: RestoreRequest) -> Planned:
         training = self.training
         planned = plan_loading(
@@ -161,18 +192,33 @@ class Restorer:
             check_saved(planned.snapshot, training.communication)
         return planned
 
-    def _put_in_place(self, writer: Writer, planned: Planned, request: RestoreRequest) -> RestoredState:
-        training, chain = self.training, self.chain
+    def _put_in_place(
+        self, writer: Writer, planned: Planned, request: RestoreRequest, shared: SharedState | None = None,
+        live_step: int | None = None,
+    ) -> RestoredState:  # fmt: skip
+        """``shared``: what this rank takes from another; ``live_step``: the step of a training that goes on."""
+        training, chain, survivor = self.training, self.chain, request.survivor
+        step = planned.snapshot.step if live_step is None else live_step
         found: list[_ReadState] = []
-        together(training.control, lambda: found.append(self._read_all_but_tables(planned, request)))
+        together(training.control, lambda: found.append(self._read_all_but_tables(planned, request, shared)))
         read = found[0]
-        filled = writer.restore(read.targets.outputs, slots_rule=request.slots_rule)
+        held = None if survivor is None else survivor.mirrors
+        filled = writer.restore(read.targets.outputs, slots_rule=request.slots_rule, held=held)
 
         def apply() -> None:
-            finish_tables(filled, read.targets, training.optimizers, request.slots_rule)
-            fill_new_rows(planned.plan, request.resize)
-            self._apply_state(planned, read)
-            self._begin_anew(writer, planned, read)
+            if survivor is None:
+                finish_tables(filled, read.targets, training.optimizers, request.slots_rule)
+                fill_new_rows(planned.plan, request.resize)
+            if survivor is None or shared is not None:
+                self._apply_state(planned, read)
+            if survivor is None and training.reader is not None and read.reader_state is not None:
+                resume(training.reader, read.reader_state)
+            if shared is not None:
+                shared.apply_copies(training)
+            self._begin_anew(writer, planned, read, step)
+            if survivor is not None:
+                training.tracker.give_back(survivor.marks)
+                chain.whole_next |= survivor.whole_next
 
         together(training.control, apply)
         self.saver.restored(writer)
@@ -183,15 +229,13 @@ class Restorer:
             restore_rng(read.rng)  # last: nothing that restores may draw from what it set
         plan, snapshot = planned.plan, planned.snapshot
         return RestoredState(
-            snapshot.step, snapshot.version, read.reader_state, tuple(plan.renamed), plan.missing, plan.unexpected
+            step, snapshot.version, read.reader_state, tuple(plan.renamed), plan.missing, plan.unexpected
         )
 
-    def _read_all_but_tables(self, planned: Planned, request: RestoreRequest) -> _ReadState:
+    def _read_all_but_tables(
+        self, planned: Planned, request: RestoreRequest, shared: SharedState | None
+    ) -> _ReadState:  # fmt: skip
         snapshot, plan, ranks = planned.snapshot, planned.plan, self.training.ranks
-        reader_state = stored_reader_state(snapshot, ranks, request.redistribute, strict=request.strict)
-        dense = read_dense(snapshot, plan)
-        communication = stored_communication(snapshot, self.training.communication, ranks)
-        rng = stored_rng(planned, ranks.rank)
         if self.policy.policy in ("one_shot", "intermittent"):
             sizes = sizes_since_baseline(self.policy.policy, self.store.log(snapshot.version))
             mine = {own.table for own in self.training.holdings.by_name.values()}
@@ -200,23 +244,30 @@ class Restorer:
             }
         else:
             sizes, changed = sizes_since_baseline(self.policy.policy, [snapshot.record]), {}
+        if request.survivor is not None:
+            dense, entries = (shared.dense, shared.entries) if shared else ({}, {})
+            return _ReadState(
+                dense, entries, request.survivor.reader_state, None, sizes, changed, Targets({}, [], []), {}
+            )  # fmt: skip
+        dense, entries = (shared.dense, shared.entries) if shared else (read_dense(snapshot, plan), snapshot.dense)
+        reader_state = stored_reader_state(snapshot, ranks, request.redistribute, strict=request.strict)
+        communication = stored_communication(snapshot, self.training.communication, ranks)
+        rng = stored_rng(planned, ranks.rank)
         targets = restore_targets(plan, self.training.optimizers)
-        return _ReadState(dense, reader_state, rng, sizes, changed, targets, communication)
+        return _ReadState(dense, entries, reader_state, rng, sizes, changed, targets, communication)
 
     def _apply_state(self, planned: Planned, read: _ReadState) -> None:
-        """Give dense tensors, optimizers, extras, communication and the reader what was read."""
+        """Give dense tensors, optimizers, extras and communication what was read."""
         training, trainer = self.training, planned.trainer
-        apply_dense(planned.plan, read.dense, planned.snapshot.dense, planned.state, training.optimizers)
+        apply_dense(planned.plan, read.dense, read.entries, planned.state, training.optimizers)
         for name, extra in training.extras.items():
             if trainer is not None and name in trainer.extras:
                 extra.load_state_dict(trainer.extras[name])
         for one in training.communication:
             if one.name in read.communication:
                 one.load_rank_state(read.communication[one.name])
-        if training.reader is not None and read.reader_state is not None:
-            resume(training.reader, read.reader_state)
 
-    def _begin_anew(self, writer: Writer, planned: Planned, read: _ReadState) -> None:
+    def _begin_anew(self, writer: Writer, planned: Planned, read: _ReadState, step: int) -> None:
         """Forget what was trained and saved so far: what is known of the chain is what was restored."""
         training, chain, plan, snapshot = self.training, self.chain, planned.plan, planned.snapshot
         training.tracker.reset()
@@ -224,8 +275,8 @@ class Restorer:
         chain.lineage.restored(read.sizes, read.changed, training.holdings.by_name)
         chain.whole_next = {name for name in training.tables if plan.renamed.get(name) != name}
         chain.whole_next |= chain.growing.restored(plan, training.holdings, self.policy.policy, training.tracker)
-        self.position.restored(snapshot.step, read.reader_state)
-        self.saver.schedule.mark(snapshot.step, time.monotonic())
+        self.position.restored(step, read.reader_state)
+        self.saver.schedule.mark(step, time.monotonic())
         logger.info("restored step %d from version %d of %s", snapshot.step, snapshot.version, self.store.url)
 
 

@@ -18,6 +18,7 @@ from cnr_store.errors import (
     CommitStateUnknown,
     Conflict,
     Fenced,
+    SaveInProgress,
     TransactionAborted,
 )
 from cnr_store.runtime.git_commit import git_commit
@@ -499,6 +500,24 @@ class Saver:
 
     # ---- the end
 
+    def leave(self) -> Writer | None:
+        """End after a rank was lost; rows of saves that are not known to be committed are dirty again. Blocks.
+
+        Returns the writer, open: its mirrors are another's from now on.
+        """
+        self._unreported = None
+        self.collect(wait=True)
+        try:
+            self.settle()
+        except CnrStoreError as error:
+            logger.warning("whether the last save is committed is not known: %s", error)
+        if self._unknown is not None:
+            unknown, self._unknown = self._unknown, None
+            self._lost(unknown.job, None)
+        self.background.close()
+        self.stager.buffers.free()
+        return self.writer.current
+
     def close(self) -> None:
         """Wait for the running save and end the thread. Later saves are not possible.
 
@@ -520,3 +539,28 @@ class Saver:
             self.background.close()
             self.stager.buffers.free()
             self.writer.close()
+
+
+def save_due(saver: Saver) -> None:
+    """Begin the save that is due at this step, by the rules of ``when_busy`` and ``on_error``. All ranks call it."""
+    started = time.perf_counter()
+    policy, reports, step = saver.policy, saver.reports, saver.position.step
+    # If one rank cannot save now, no rank can; with "wait" no rank asks.
+    if policy.when_busy != "wait" and any(together(saver.training.control, lambda: saver.is_saving)):
+        if policy.when_busy == "refuse":
+            raise SaveInProgress(
+                f'the save before step {step} is still under way; save less often, or choose when_busy="wait" or "skip"'
+            )
+        saver.mark_saved()
+        return
+    reports.report_together(saver.collect(wait=True))
+    try:
+        is_over = saver.begin(wait_s=time.perf_counter() - started)
+    except CnrStoreError as error:
+        if policy.on_error == "raise":
+            raise
+        saver.mark_saved()
+        warnings.warn(f"no checkpoint at step {step}: {error}", RuntimeWarning, stacklevel=3)
+        return
+    if saver.training.ranks.world == 1 and is_over:  # a first baseline that stalled failed in this step
+        reports.report(saver.collect(wait=False))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,9 @@ from cnr_store.write.table_options import TableOptions
 
 MirrorMode = Literal["memory", "mmap", "none"]
 """``memory``: 2 bytes per element (4 in exact mode). ``mmap``: the same in files. ``none``: deltas are ``set`` rows."""
+
+HeldMirrors = Mapping[Shard, tuple[TableCodes, int | None]]
+"""Mirrors with their digests, by shard."""
 
 
 def check_mirror_folder(mode: MirrorMode, folder: str | None) -> None:
@@ -79,6 +82,12 @@ class Mirrors:
     def committed_digest(self, shard: Shard) -> int | None:
         """Return the state digest of the head's state, without a staged resize."""
         return self._digests.get(shard)
+
+    def held(self) -> HeldMirrors:
+        """Return every mirror with its digest, for another writer; empty while they are the state of no version."""
+        if not self.is_complete or self._staged:
+            return {}
+        return {shard: (codes, self._digests.get(shard)) for shard, codes in self._codes.items()}
 
     def put(self, shard: Shard, codes: TableCodes, digest: int | None) -> None:
         """Set a shard's mirror and digest."""

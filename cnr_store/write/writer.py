@@ -20,7 +20,7 @@ from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.segment.codes import Array, array_specs
 from cnr_store.segment.shards import Shard
 from cnr_store.types import MAX_CHAIN, SlotsRule
-from cnr_store.write.mirrors import Mirrors
+from cnr_store.write.mirrors import HeldMirrors, Mirrors
 from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer_state import CommitKind, SegmentDraft, WriterState
 
@@ -131,6 +131,7 @@ class Writer:
         outputs: Outputs | None = None,
         *,
         slots_rule: SlotsRule = "exact",
+        held: HeldMirrors | None = None,
     ) -> Snapshot:
         """Load the head's state: fill ``outputs`` and the mirrors in one pass; returns the snapshot. Blocks.
 
@@ -145,6 +146,9 @@ class Writer:
         slots_rule
             What becomes of one-dimensional slots of tables that were cut into other column shards
             (`TableView.read_rectangle`). Unless it is ``exact``, the next save must be a baseline.
+        held
+            Mirrors of an earlier writer of the same process (`Mirrors.held`) whose last state is the head's: these
+            shards are not read.
 
         Raises
         ------
@@ -169,7 +173,7 @@ class Writer:
             if has_epoch:
                 state.catch_up()
             try:
-                together(state.setup.ranks, lambda: loaded.append(self._load(outputs or {}, slots_rule)))
+                together(state.setup.ranks, lambda: loaded.append(self._load(outputs or {}, slots_rule, held or {})))
                 break
             except BaseException as error:
                 loaded.clear()
@@ -183,7 +187,7 @@ class Writer:
         state.is_restored = True
         return loaded[0]
 
-    def _load(self, outputs: Outputs, slots_rule: SlotsRule) -> Snapshot:
+    def _load(self, outputs: Outputs, slots_rule: SlotsRule, known: HeldMirrors) -> Snapshot:
         state = self._state
         snapshot = state.snapshot_of(self.head)
         shards = state.shards(snapshot.tables)
@@ -198,7 +202,10 @@ class Writer:
         state.open = None
         held = [shard for table in snapshot.tables for shard in shards[table]]
         for shard in held:
-            self._load_shard(snapshot, shard, wanted.get(shard, {}), slots_rule)
+            if shard in known and shard not in wanted:
+                self.mirrors.put(shard, *known[shard])
+            else:
+                self._load_shard(snapshot, shard, wanted.get(shard, {}), slots_rule)
         for shard in wanted.keys() - set(held):  # a copy that another rank saves
             view = snapshot.table(shard.table)
             view.load(wanted[shard], shard.rectangle_in(view.schema), slots_rule)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from tests.support.faulty import FaultyFileSystem, SimulatedCrash
 from tests.support.ranks import ThreadRank
 
@@ -24,6 +27,9 @@ class Process:
             self._inner.leave()
             raise SimulatedCrash("this process is dead")
         return self._inner.exchange(message)
+
+    def broadcast(self, data: npt.NDArray[np.uint8], source: int) -> None:
+        self._inner.broadcast(data, source)
 
     def another(self) -> Process:
         return Process(self.fs, self._inner.another())

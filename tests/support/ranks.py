@@ -9,6 +9,9 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from cnr_store.errors import RankLost
 
 
@@ -59,6 +62,10 @@ class ThreadRank:
             if line.read[number] == line.world:
                 del line.messages[number], line.read[number]
             return [given[rank] for rank in range(line.world)]
+
+    def broadcast(self, data: npt.NDArray[np.uint8], source: int) -> None:
+        """See `cnr_store.runtime.ranks.Ranks.broadcast`."""
+        data[:] = np.frombuffer(self.exchange(data.tobytes())[source], np.uint8)
 
     def another(self) -> ThreadRank:
         """See `cnr_store.runtime.ranks.Ranks.another`."""

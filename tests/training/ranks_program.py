@@ -40,6 +40,7 @@ from cnr_store.storage.local import LocalStorage
 from cnr_store.training import CheckpointManager, SavePolicy, StoreOptions, TrackingOptions
 from cnr_store.training.ranks import ProcessRanks
 from cnr_store.training.shards import Handle, LocalShard, ShardingLibrary, register_library, whole_shard
+from cnr_store.training.survivor import Survivor
 from cnr_store_gpu import RowTracker
 from cnr_store_tools.demo.adagrad import RowWiseAdagrad
 
@@ -263,6 +264,75 @@ def lose_rank_one(job: dict[str, Any], rank: int, world: int) -> int:
     return 0
 
 
+def managed(job: dict[str, Any], training: RankTraining) -> CheckpointManager:
+    """Return the manager of a rank, with the options of the job."""
+    return CheckpointManager(
+        f"{job['folder']}/store",
+        model=training.model,
+        optimizer=training.optimizers,
+        options=TableOptions(bits=4) if job.get("is_coded") else TableOptions.exact(),
+        every_steps=job.get("every_steps", 1),
+        save_policy=SavePolicy(policy=job.get("policy", "consecutive")),
+        store_options=StoreOptions(
+            threads=1,
+            ranks=ProcessRanks(timeout_s=job.get("timeout_s", DEADLINE_S)),
+            mirror=job.get("mirror", "memory"),
+        ),
+        tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
+    )
+
+
+def run_recovering_rank(job: dict[str, Any], rank: int, world: int) -> int:
+    """Train to ``job["steps"]``; if ranks are lost, the others keep their rows, and new processes take their places.
+
+    States are logged by step; -1: that of a rank that survived, -2: that after the recovery.
+    """
+    calls = Calls(job if not job.get("is_new") else job | {"kill": None}, rank)
+    calls.patch()
+    torch.set_num_threads(1)
+    training = RankTraining(rank, world)
+    survivor: Survivor | None = None
+    if not job.get("is_new"):
+        join(job, rank, world)
+        manager = managed(job, training)
+        manager.restore()
+        calls.is_armed = True
+        try:
+            for number in range(job["steps"]):
+                if rank in job.get("dies", ()) and number == job["dies_before"]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                training.train(number)
+                log_state(job, training, number + 1)
+                manager.step(reader_state={"next": number + 1})
+                manager.wait_until_finished()
+            manager.close()
+        except (CnrStoreError, RuntimeError):
+            survivor = manager.survivor()
+            dist.destroy_process_group()
+            log_state(job, training, -1)
+        else:
+            return 1  # nobody was lost
+    calls.seen.clear()
+    calls.is_armed = True
+    join(job | {"name": f"{job['name']}-again"}, rank, world)
+    manager = managed(job, training)
+    restored = manager.restore(survivor=survivor)
+    assert restored is not None
+    note(job, rank, "recovered", [restored.step, restored.version, list(restored.lost_ranks), restored.stale_steps])
+    note(job, rank, "calls", calls.seen)
+    log_state(job, training, -2)
+    for number in range(restored.step, job["steps"]):
+        training.train(number)
+        log_state(job, training, number + 1)
+        manager.step(reader_state={"next": number + 1})
+    manager.save()
+    for report in manager.history:
+        note(job, rank, "acknowledged", [report.version, report.step])
+    note(job, rank, "kinds", [report.kind for report in manager.history])
+    manager.close()
+    return 0
+
+
 def run_rank(job: dict[str, Any], rank: int, world: int) -> int:
     """Restore what there is, train to ``job["steps"]``, save each step; 1 if it ended early, which is noted."""
     calls = Calls(job, rank)
@@ -270,17 +340,7 @@ def run_rank(job: dict[str, Any], rank: int, world: int) -> int:
     torch.set_num_threads(1)
     join(job, rank, world)
     training = RankTraining(rank, world)
-    timeout_s = job.get("timeout_s", DEADLINE_S)
-    manager = CheckpointManager(
-        f"{job['folder']}/store",
-        model=training.model,
-        optimizer=training.optimizers,
-        options=TableOptions.exact(),
-        every_steps=1,
-        save_policy=SavePolicy(policy=job.get("policy", "consecutive")),
-        store_options=StoreOptions(threads=1, ranks=ProcessRanks(timeout_s=timeout_s)),
-        tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
-    )
+    manager = managed(job, training)
     ended = 0
     acknowledged = 0
     try:
@@ -356,7 +416,8 @@ def fork_rank(job: dict[str, Any], rank: int, world: int) -> int:
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        code = (lose_rank_one if job.get("lines") else run_rank)(job, rank, world)
+        run = lose_rank_one if job.get("lines") else run_recovering_rank if job.get("recovers") else run_rank
+        code = run(job, rank, world)
     except BaseException:  # noqa: BLE001 (the test shows the file)
         traceback.print_exc()
     finally:
@@ -366,17 +427,23 @@ def fork_rank(job: dict[str, Any], rank: int, world: int) -> int:
 
 
 def run_job(job: dict[str, Any]) -> list[int | None]:
-    """Run four ranks; returns their exit codes, minus the signal for one that was killed, None for one that hung."""
+    """Run four ranks; returns their exit codes, minus the signal for one that was killed, None for one that hung.
+
+    With ``recovers`` each rank that is killed is replaced, once.
+    """
     children = [fork_rank(job, rank, 4) for rank in range(4)]
     codes: dict[int, int | None] = {}
     deadline = time.monotonic() + DEADLINE_S
-    while len(codes) < len(children):
-        for child in children:
+    while not all(child in codes for child in children):
+        for child in [*children]:
             if child in codes:
                 continue
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 codes[child] = os.waitstatus_to_exitcode(status)
+                if job.get("recovers") and codes[child] == -signal.SIGKILL:
+                    rank = children.index(child)
+                    children[rank] = fork_rank(job | {"is_new": True}, rank, 4)
             elif time.monotonic() > deadline:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)

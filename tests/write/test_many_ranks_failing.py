@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from cnr_store import CnrStoreError
@@ -186,6 +187,9 @@ class Deaf:
             self._inner.leave()
             raise RankLost("cut")
         return self._inner.exchange(message)
+
+    def broadcast(self, data: npt.NDArray[np.uint8], source: int) -> None:
+        self._inner.broadcast(data, source)
 
     def another(self) -> Deaf:
         return Deaf(self._inner.another(), self._at, sends=self._sends)
