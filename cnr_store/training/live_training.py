@@ -60,10 +60,12 @@ class LiveTraining:
     ----------
     communication
         Hooks and optimizers that compress what ranks send, and meters.
+    intervals
+        The reader, if it reports when its state is exact.
     declared
         Names of parameters that are tables besides the embeddings, dense layers that are stored as tables among them.
-    options
-        By table, of all tables, also those of other ranks.
+    tables, options
+        The names of all tables, also those of other ranks, and their options.
     ranks, control
         The ranks that train together; ``control`` is a separate channel for the manager's messages beside saves.
     plan
@@ -73,9 +75,11 @@ class LiveTraining:
     model: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
     reader: Stateful | None
+    intervals: IntervalReader | None
     extras: Mapping[str, Stateful]
     communication: tuple[CommunicationState, ...]
     declared: tuple[str, ...]
+    tables: frozenset[str]
     options: dict[str, TableOptions]
     holdings: Holdings
     tracker: RowTracker
@@ -83,16 +87,6 @@ class LiveTraining:
     ranks: Ranks
     control: Ranks
     plan: KeptPlan
-
-    @property
-    def tables(self) -> set[str]:
-        """The names of all tables, also those of other ranks."""
-        return set(self.holdings.tables)
-
-    @property
-    def intervals(self) -> IntervalReader | None:
-        """The reader, if it reports when its state is exact."""
-        return self.reader if isinstance(self.reader, IntervalReader) else None
 
     def detach(self) -> None:
         """Remove every hook from the model. A second call does nothing."""
@@ -179,9 +173,10 @@ def watch_training(
         for tracker in trackers:
             tracker.detach()
         raise
+    intervals = reader if isinstance(reader, IntervalReader) else None
     return LiveTraining(
-        model, optimizers, reader, dict(extras), objects, (*declared, *layers), by_table, holdings, trackers[0],
-        lookups, ranks, control, KeptPlan(model, optimizers, holdings),
+        model, optimizers, reader, intervals, dict(extras), objects, (*declared, *layers), frozenset(holdings.tables),
+        by_table, holdings, trackers[0], lookups, ranks, control, KeptPlan(model, optimizers, holdings),
     )  # fmt: skip
 
 

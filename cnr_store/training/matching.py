@@ -98,7 +98,9 @@ class RestorePlan:
     def resized(self) -> dict[str, int]:
         """Tables that have more rows than the stored ones, and how many those have."""
         return {
-            one.holding.table: one.schema.num_rows for one in self.shards if one.shard.num_rows > one.schema.num_rows
+            one.holding.key.table: one.schema.num_rows
+            for one in self.shards
+            if one.shard.num_rows > one.schema.num_rows
         }
 
 
@@ -152,7 +154,7 @@ def plan_restore(
         (stored, holding)
         for stored, mine in names.items()
         for holding in holdings.by_name.values()
-        if holding.table == mine
+        if holding.key.table == mine
     ]
     shards = tuple(
         _plan_shard(schemas[stored], stored, holding, plan, documents, layouts.get(stored, {}), strict, resize)
@@ -187,7 +189,7 @@ def plan_restore(
     stored_optimizers = () if trainer is None else trainer.optimizers
     extra += [f"optimizer/{number}" for number in range(len(stored_optimizers)) if number not in kept]
     for one in shards:
-        missing += [f"{one.holding.table}/{slot}" for slot in live_slots(one.shard).keys() - one.slots.keys()]
+        missing += [f"{one.holding.key.table}/{slot}" for slot in live_slots(one.shard).keys() - one.slots.keys()]
         extra += [f"{one.stored}/{slot}" for slot in one.schema.slots.keys() - one.slots.keys()]
     return RestorePlan(
         shards, fused, dense, state, documents, renamed,
@@ -283,7 +285,7 @@ def _plan_shard(
     strict: bool,
     resize: Resize | None,
 ) -> ShardRestore:
-    shard, mine = holding.shard, holding.table
+    shard, mine = holding.shard, holding.key.table
     shape = (shard.num_rows, shard.dim)
     if schema.keys == "hashed":
         raise BadInput(f"stored table {stored!r} has hashed keys and fits no parameter", table=stored)

@@ -238,7 +238,7 @@ class Restorer:
         snapshot, plan, ranks = planned.snapshot, planned.plan, self.training.ranks
         if self.policy.policy in ("one_shot", "intermittent"):
             sizes = sizes_since_baseline(self.policy.policy, self.store.log(snapshot.version))
-            mine = {own.table for own in self.training.holdings.by_name.values()}
+            mine = {own.key.table for own in self.training.holdings.by_name.values()}
             changed = {
                 name: snapshot.table(stored).changed_rows() for name, stored in plan.renamed.items() if name in mine
             }

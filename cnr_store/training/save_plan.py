@@ -46,9 +46,9 @@ class Growing:
         resized = plan.resized
         self.rows = {table: holdings.tables[table][0] for table in resized}
         for name, holding in holdings.by_name.items():
-            if holding.table in resized:
+            if holding.key.table in resized:
                 num_rows = holding.shard.rows[1] - holding.shard.rows[0]
-                new = np.arange(resized[holding.table], num_rows, dtype=np.int64)
+                new = np.arange(resized[holding.key.table], num_rows, dtype=np.int64)
                 tracker.give_back(taken_rows(name, num_rows, new))
         return set() if policy == "consecutive" else set(self.rows)
 
@@ -99,7 +99,7 @@ class Lineage:
         self.changed.clear()
         for name, holding in holdings.items():
             first, stop = holding.shard.rows
-            rows = changed.get(holding.table, np.empty(0, np.int64))
+            rows = changed.get(holding.key.table, np.empty(0, np.int64))
             self.changed.add_rows(name, rows[(rows >= first) & (rows < stop)] - first)
 
 

@@ -79,7 +79,7 @@ class SaveStager:
         except BaseException:
             training.tracker.give_back(taken)
             raise
-        read = {name for name, own in training.holdings.by_name.items() if own.table in chain.whole_next}
+        read = {name for name, own in training.holdings.by_name.items() if own.key.table in chain.whole_next}
         training.tracker.give_back({name: one for name, one in taken.items() if name not in read})
         taken = {name: one for name, one in taken.items() if name in read}
         return LiveRead(transaction, whole, taken, self._drops(transaction, writer))
@@ -120,8 +120,8 @@ class SaveStager:
             # Here, so that a rank that cannot take part is known to the others before they stage anything.
             marked = union_of(together(training.control, share))
             for name, own in training.holdings.owned.items():
-                if own.table in marked:
-                    taken[name] = taken_words(name, taken[name].num_rows, marked[own.table])
+                if own.key.table in marked:
+                    taken[name] = taken_words(name, taken[name].num_rows, marked[own.key.table])
             rows, requests = self._touched_rows(plan, taken, whole)
             if self.codes_on_device:
                 coming = {name: training.holdings.owned[name].shard for name in requests}
@@ -155,7 +155,7 @@ class SaveStager:
         rows: dict[str, RowIds] = {}
         requests: dict[str, RowRequest] = {}
         for name, own in self.training.holdings.owned.items():
-            if own.table in whole:
+            if own.key.table in whole:
                 continue
             local = rows_to_write(taken[name], plan.decision, self.chain.lineage.changed)
             rows[name] = local + own.shard.rows[0] if own.shard.rows[0] else local
@@ -194,10 +194,13 @@ class SaveStager:
         anew, options, slots = self.chain.whole_next, self.chain.rate.options_for, plan.local.slots
         return {
             name: WholeShard(
-                own.key, own.shard.weight.detach(), slots[name], options(own.table) if own.table in anew else None
+                own.key,
+                own.shard.weight.detach(),
+                slots[name],
+                options(own.key.table) if own.key.table in anew else None,
             )
             for name, own in self.training.holdings.owned.items()
-            if own.table in tables
+            if own.key.table in tables
         }
 
 

@@ -279,11 +279,6 @@ class RankShard:
     is_owner: bool
 
     @property
-    def table(self) -> str:
-        """The table's name."""
-        return self.shard.table
-
-    @property
     def rectangle(self) -> Rectangle:
         """The shard's place in the table."""
         return Rectangle(self.shard.rows, self.shard.columns)
@@ -295,8 +290,8 @@ class Holdings:
 
     Attributes
     ----------
-    by_name
-        `LocalShard.name` to the shard; names are this rank's own.
+    by_name, owned
+        `LocalShard.name` to the shard, and of those that this rank saves; names are this rank's own.
     tables
         Table to its shape, over all ranks.
     replicated
@@ -306,14 +301,10 @@ class Holdings:
     """
 
     by_name: Mapping[str, RankShard]
+    owned: Mapping[str, RankShard]
     tables: Mapping[str, tuple[int, int]]
     replicated: tuple[str, ...]
     placement: Placement | None
-
-    @property
-    def owned(self) -> dict[str, RankShard]:
-        """The shards that this rank saves, by name."""
-        return {name: holding for name, holding in self.by_name.items() if holding.is_owner}
 
     @property
     def shards(self) -> tuple[LocalShard, ...]:
@@ -353,12 +344,12 @@ def hold(shards: Sequence[LocalShard], ranks: Ranks) -> Holdings:
         rectangle = Rectangle(shard.rows, shard.columns)
         is_owner = not shard.is_replicated or owners[shard.table] == ranks.rank
         held[shard.name] = RankShard(shard, Shard(shard.table, rectangle if needs_place else None), is_owner)
+    owned = {name: holding for name, holding in held.items() if holding.is_owner}
     placement: dict[str, list[Rectangle]] = {}
-    for holding in held.values():
-        if holding.is_owner:
-            placement.setdefault(holding.table, []).append(holding.rectangle)
+    for holding in owned.values():
+        placement.setdefault(holding.key.table, []).append(holding.rectangle)
     replicated = tuple(sorted(table for table, holders in copies.items() if len(holders) > 1))
-    return Holdings(held, dict(sorted(shapes.items())), replicated, placement if needs_place else None)
+    return Holdings(held, owned, dict(sorted(shapes.items())), replicated, placement if needs_place else None)
 
 
 def _owners(

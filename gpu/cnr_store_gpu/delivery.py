@@ -1,15 +1,11 @@
-"""Staged rows in the background: encoded on their device, copied to the host, checked there; and memory for them.
+"""Staged rows in the background: encoded on their device, copied to the host, and checked there.
 
 Runs on a transfer's thread, beside the training; it touches copies only. Where codes are not valid, the floats are
 delivered instead: they are still in the staging.
-
-Memory is kept between saves, because a fresh gigabyte costs more in page faults than in copying. One save at a time
-must use it: the next caller that takes a buffer gets the same bytes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,60 +16,11 @@ from cnr_store.types import RowIds
 from cnr_store_gpu.gather import check_range
 from cnr_store_gpu.quantize import LatticeCodes, encode
 
-GROWTH = 1.125
-"""Spare room of a buffer that had to grow: row counts drift, and each growth pays page faults again."""
-
 Key = tuple[str, str, str]
 """What a buffer is for: (use, table, name)."""
 
-
-@dataclass(slots=True)
-class KeptMemory:
-    """Flat buffers by use, grown when they are too small."""
-
-    _flat: dict[tuple[Key, torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(flat.numel() * flat.element_size() for flat in list(self._flat.values()))
-
-    def take(
-        self,
-        key: Key,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        *,
-        at_most: int | None = None,
-        pinned: bool = False,
-    ) -> torch.Tensor:
-        """Return contiguous memory of ``shape``: the buffer's, so what it held is overwritten.
-
-        Parameters
-        ----------
-        key
-            What it is for; the same key gets the same memory again.
-        shape, dtype, device
-            Of the tensor that is returned.
-        at_most
-            Elements that will never be exceeded: there is no spare room beyond.
-        pinned
-            Page-locked host memory.
-        """
-        needed = math.prod(shape)
-        place = (key, dtype, torch.device(device))
-        flat = self._flat.get(place)
-        if flat is None or flat.numel() < needed:
-            self._flat.pop(place, None)
-            del flat  # before the larger one is allocated, so that the peak is one buffer, not two
-            room = int(needed * GROWTH)
-            if at_most is not None:
-                room = min(room, max(at_most, needed))
-            flat = torch.empty(room, dtype=dtype, device=device, pin_memory=pinned)
-            self._flat[place] = flat
-        return flat[:needed].view(shape)
-
+Take = Callable[[Key, tuple[int, ...], torch.dtype, torch.device | str], torch.Tensor]
+"""Returns contiguous memory of a shape, dtype and device for a use: the same memory for the same use."""
 
 CopyToHost = Callable[[Sequence[tuple[torch.Tensor, torch.Tensor]]], None]
 
@@ -108,7 +55,7 @@ class Delivery:
 
 
 def deliver(
-    staged: Sequence[StagedArray], ids: Sequence[StagedIds], memory: KeptMemory, copy_to_host: CopyToHost | None
+    staged: Sequence[StagedArray], ids: Sequence[StagedIds], take: Take, copy_to_host: CopyToHost | None
 ) -> Delivery:
     """Code and copy the arrays of one device; blocks until they are in host memory.
 
@@ -116,8 +63,8 @@ def deliver(
     ----------
     staged, ids
         Contiguous tensors on one device. Read only.
-    memory
-        Where codes and host copies go; of this save alone.
+    take
+        Memory that codes and host copies go to; of this save alone.
     copy_to_host
         Copies (device, host) pairs and blocks; None if the tensors are in host memory, and are handed out as they are.
 
@@ -126,7 +73,7 @@ def deliver(
     BadRowIds
         Ids outside their table. The rows were gathered all the same, so nothing of them may be used.
     """
-    bring = _Bring(memory, copy_to_host)
+    bring = _Bring(take, copy_to_host)
     coded: list[tuple[StagedArray, torch.Tensor]] = []
     wanted = [one for one in staged if one.quantizer is not None]
     flags = [torch.zeros(len(wanted), dtype=torch.int32, device=wanted[0].rows.device)] if wanted else []
@@ -136,7 +83,7 @@ def deliver(
             delivery.tensors[one.table, one.name] = bring.add(("host", one.table, one.name), one.rows)
             continue
         key = ("device codes", one.table, one.name)
-        codes = memory.take(key, tuple(one.rows.shape), torch.int16, one.rows.device)
+        codes = take(key, tuple(one.rows.shape), torch.int16, one.rows.device)
         encode(one.quantizer, one.rows, codes, flags[0][len(coded) : len(coded) + 1])
         coded.append((one, bring.add(("host codes", one.table, one.name), codes)))
     host_ids = [bring.add(("host ids", one.table, ""), one.row_ids) for one in ids]
@@ -158,17 +105,17 @@ def deliver(
 class _Bring:
     """Copies that are asked for one by one and made together."""
 
-    def __init__(self, memory: KeptMemory, copy_to_host: CopyToHost | None) -> None:
-        self._memory, self._copy_to_host = memory, copy_to_host
+    def __init__(self, take: Take, copy_to_host: CopyToHost | None) -> None:
+        self._take, self._copy_to_host = take, copy_to_host
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.size_bytes = 0
 
-    def add(self, key: tuple[str, str, str], tensor: torch.Tensor) -> torch.Tensor:
+    def add(self, key: Key, tensor: torch.Tensor) -> torch.Tensor:
         """Return the host tensor that will hold the copy after `wait`."""
         self.size_bytes += tensor.numel() * tensor.element_size()
         if self._copy_to_host is None:
             return tensor
-        target = self._memory.take(key, tuple(tensor.shape), tensor.dtype)
+        target = self._take(key, tuple(tensor.shape), tensor.dtype, "cpu")
         self._pairs.append((tensor, target))
         return target
 

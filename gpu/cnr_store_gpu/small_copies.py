@@ -22,7 +22,6 @@ from numba import carray  # type: ignore[attr-defined]
 from cnr_store.runtime.addresses import address_of, int32s_at, int64s_at
 from cnr_store.runtime.jit import njit
 from cnr_store.types import RowIds
-from cnr_store_gpu.delivery import KeptMemory
 from cnr_store_gpu.gather import RowRequest, check_range, index_of
 
 SMALL_BYTES = 1 << 18
@@ -124,34 +123,36 @@ class SmallCopies:
         Bytes of their copies.
     layout
         To be given to the next `small_copies`.
+    end, most
+        Bytes of the memory that `copy` is given, and of that for all rows of these tables.
     """
 
     row_ids: dict[str, RowIds]
     size_bytes: int
     layout: SmallLayout
+    end: int
+    most: int
     _tables: list[str]
     _chosen: npt.NDArray[np.int64]
     """Of each copy: where its tensor is among the plain ones of the layout."""
     _parts: npt.NDArray[np.int64]
-    _end: int
-    _most: int
     _flat: torch.Tensor | None = None
     _typed: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
     _arrays: dict[torch.dtype, npt.NDArray[Any]] = field(default_factory=dict)
     _first: dict[str, int] = field(default_factory=dict)
     _stop: dict[str, int] = field(default_factory=dict)
 
-    def copy(self, requests: Mapping[str, RowRequest], memory: KeptMemory) -> None:
-        """Copy the rows as they are now. Blocks until it is done.
+    def copy(self, requests: Mapping[str, RowRequest], memory: torch.Tensor) -> None:
+        """Copy the rows as they are now into ``memory``, uint8 (end,) of the host. Blocks until it is done.
 
         Raises
         ------
         BadRowIds
             Ids outside of a table; nothing was written.
         """
-        self._flat = memory.take(("small rows", "", ""), (self._end,), torch.uint8, at_most=self._most)
+        self._flat = memory
         parts = self._parts.copy()
-        parts[:, 4] += self._flat.data_ptr()
+        parts[:, 4] += memory.data_ptr()
         outside = gather_parts(parts)
         if outside >= 0:
             at = self._chosen[outside]
@@ -187,7 +188,7 @@ class SmallCopies:
         """All copies as elements of a dtype; those of others make no sense then."""
         assert self._flat is not None  # copied
         if dtype not in self._typed:
-            self._typed[dtype] = self._flat[: self._end // dtype.itemsize * dtype.itemsize].view(dtype)
+            self._typed[dtype] = self._flat[: self.end // dtype.itemsize * dtype.itemsize].view(dtype)
         return self._typed[dtype]
 
     def _places_of(self, table: str) -> Iterator[tuple[str, torch.dtype, int, tuple[int, ...], int]]:
@@ -240,7 +241,7 @@ def small_copies(
     end = most = 0
     if len(chosen):
         end, most = int(begins[-1] + sizes[-1]), int(_aligned(rows * row_bytes)[:-1].sum() + rows[-1] * row_bytes[-1])
-    return SmallCopies(row_ids, int(sizes.sum()), layout, tables, chosen, parts, end, most)
+    return SmallCopies(row_ids, int(sizes.sum()), layout, end, most, tables, chosen, parts)
 
 
 def _is_plain(ids: RowIds | torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ were released.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -24,7 +25,7 @@ import torch
 
 from cnr_store.errors import BackgroundSaveFailed, BadInput, CnrStoreError
 from cnr_store.types import RowIds
-from cnr_store_gpu.delivery import Delivery, KeptMemory, StagedArray, StagedIds, deliver
+from cnr_store_gpu.delivery import Delivery, Key, StagedArray, StagedIds, deliver
 from cnr_store_gpu.gather import RowRequest, check_range, common_rows, index_of, select_rows
 from cnr_store_gpu.pinned import PINNED_BYTES, TransitRing, block_sizes
 from cnr_store_gpu.quantize import LatticeCodes, check_codable
@@ -165,6 +166,62 @@ class _TensorsByTable(Mapping[str, dict[str, torch.Tensor]]):
 
     def __len__(self) -> int:
         return len(self.order)
+
+
+GROWTH = 1.125
+"""Spare room of a buffer that had to grow: row counts drift, and each growth pays page faults again."""
+
+
+@dataclass(slots=True)
+class KeptMemory:
+    """Flat buffers by use, grown when they are too small.
+
+    Kept between saves, because a fresh gigabyte costs more in page faults than in copying. One save at a time must use
+    it: the next caller that takes a buffer gets the same bytes.
+    """
+
+    _flat: dict[tuple[Key, torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(flat.numel() * flat.element_size() for flat in list(self._flat.values()))
+
+    def take(
+        self,
+        key: Key,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        *,
+        at_most: int | None = None,
+        pinned: bool = False,
+    ) -> torch.Tensor:
+        """Return contiguous memory of ``shape``: the buffer's, so what it held is overwritten.
+
+        Parameters
+        ----------
+        key
+            What it is for; the same key gets the same memory again.
+        shape, dtype, device
+            Of the tensor that is returned.
+        at_most
+            Elements that will never be exceeded: there is no spare room beyond.
+        pinned
+            Page-locked host memory.
+        """
+        needed = math.prod(shape)
+        place = (key, dtype, torch.device(device))
+        flat = self._flat.get(place)
+        if flat is None or flat.numel() < needed:
+            self._flat.pop(place, None)
+            del flat  # before the larger one is allocated, so that the peak is one buffer, not two
+            room = int(needed * GROWTH)
+            if at_most is not None:
+                room = min(room, max(at_most, needed))
+            flat = torch.empty(room, dtype=dtype, device=device, pin_memory=pinned)
+            self._flat[place] = flat
+        return flat[:needed].view(shape)
 
 
 @dataclass(slots=True, eq=False)
@@ -308,7 +365,8 @@ class StagingBuffers:
             small = small_copies(requests, without=self.quantize, known=self._small)
             self._small = small.layout
             if small.row_ids:
-                small.copy(requests, slot.memory)
+                memory = slot.memory.take(("small rows", "", ""), (small.end,), torch.uint8, at_most=small.most)
+                small.copy(requests, memory)
                 staged.add_small(small)
                 rest = {table: one for table, one in requests.items() if table not in small.row_ids}
         for table, request in rest.items():
@@ -382,7 +440,7 @@ class StagingBuffers:
             self._ways[device] = (transfer, TransitRing(transfer, self._pinned_bytes))
         transfer, ring = self._ways[device]
         copy_to_host = None if self._given is None and device.type == "cpu" else ring.copy
-        return transfer.run(transfer.record(), lambda: deliver(rows, ids, memory, copy_to_host))
+        return transfer.run(transfer.record(), lambda: deliver(rows, ids, memory.take, copy_to_host))
 
 
 def _upload(index: torch.Tensor, device: torch.device, memory: KeptMemory, table: str) -> torch.Tensor:

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from cnr_store.errors import BackgroundSaveFailed, BadInput, BadRowIds
 from cnr_store_gpu import RowRequest, StagingBuffers
-from cnr_store_gpu.delivery import KeptMemory, StagedIds, deliver
+from cnr_store_gpu.delivery import StagedIds, deliver
 from cnr_store_gpu.pinned import SMALLEST_RING, TransitRing, block_sizes, plan_chunks
+from cnr_store_gpu.staging import KeptMemory
 from cnr_store_gpu.transfer import HostTransfer, Mark
 
 T = TypeVar("T")
@@ -266,7 +267,7 @@ def test_ids_of_a_device_are_checked_when_they_have_arrived(transfer: GatedTrans
     def arrive(*row_ids: int, dtype: torch.dtype = torch.int64) -> list[int]:
         ids = [StagedIds("t", torch.tensor(row_ids, dtype=dtype), 5)]
         copy = ring.copy if copy_to_host else None
-        arrived = transfer.run(None, lambda: deliver([], ids, KeptMemory(), copy)).result().row_ids["t"]
+        arrived = transfer.run(None, lambda: deliver([], ids, KeptMemory().take, copy)).result().row_ids["t"]
         assert arrived.dtype == np.int64
         return arrived.tolist()  # type: ignore[no-any-return]
 

@@ -122,7 +122,7 @@ def test_a_baseline_that_is_damaged_takes_its_deltas_along(tmp_path: Path) -> No
     training = Training(KIND)
     with manager_of(tmp_path, training) as manager:
         manager.restore()
-        manager._saver.chain.whole_next = manager._training.tables
+        manager._saver.chain.whole_next = set(manager._training.tables)
         go_on(training, manager, STEPS, STEPS + 3)
         assert [report.kind for report in manager.history] == ["baseline", "delta", "delta"]
         baseline = manager.store.head().record.chain[0].seg

@@ -55,7 +55,7 @@ class ScaleMeter:
 
     def is_lattice(self, table: str, options: TableOptions) -> bool:
         """Whether options ask for a lattice, as far as this rank has rows; what is stored may be something else."""
-        mine = (one.shard.weight for one in self._holdings.by_name.values() if one.table == table)
+        mine = (one.shard.weight for one in self._holdings.by_name.values() if one.key.table == table)
         return all(encoding_name(options, table_dtype_name(weight, table)) == "lattice" for weight in mine)
 
     def room(self, writer: Writer, table: str) -> int:
@@ -102,7 +102,7 @@ class ScaleMeter:
         return {"choices": made, "halvings": self.room(writer, table), "refused": None}
 
     def _mine(self, table: str) -> list[RankShard]:
-        return [holding for holding in self._holdings.owned.values() if holding.table == table]
+        return [holding for holding in self._holdings.owned.values() if holding.key.table == table]
 
 
 def _of_all(measured: Sequence[Mapping[str, Any]]) -> Measured:
@@ -121,7 +121,7 @@ def step_of(schema: TableSchema) -> float | None:
 def _choice(holding: RankShard, held: float | None, options: TableOptions) -> ScaleChoice:
     """The scale that a shard asks for now, of its live rows."""
     rows = TensorRows(holding.shard.weight)
-    dtype = table_dtype(rows, holding.table)
+    dtype = table_dtype(rows, holding.key.table)
     choice = choose_table_scale(options, dtype, RowSample(rows, dtype), held=held)
     assert choice is not None  # a lattice
     return choice
@@ -133,8 +133,8 @@ def _room(writer: Writer, holding: RankShard, schema: TableSchema) -> int:
     if mirror is None or scale is None:
         return 0
     snapshot = writer.snapshot
-    first = snapshot.plan(holding.table).batches[0].segment
-    of_chain = MAX_SHIFT_IN_CHAIN - (schema.shift - snapshot.manifests[first].tables[holding.table].shift)
+    first = snapshot.plan(holding.key.table).batches[0].segment
+    of_chain = MAX_SHIFT_IN_CHAIN - (schema.shift - snapshot.manifests[first].tables[holding.key.table].shift)
     codes = mirror.arrays["codes"]
     largest = max(1, abs(int(np.min(codes, initial=0))), abs(int(np.max(codes, initial=0))))
     of_codes = (MAX_CODE // largest).bit_length() - 1
