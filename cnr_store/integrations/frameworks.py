@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from cnr_store.communication import CommunicationState
 from cnr_store.training import (
@@ -22,7 +22,7 @@ class ManagerOptions(TypedDict, total=False):
 
     communication: Sequence[CommunicationState]
     options: TableOptions | Mapping[str, TableOptions] | None
-    every_steps: int | None
+    every_steps: int | Literal["auto"] | None
     save_policy: SavePolicy
     tracking: TrackingOptions
     precision: PrecisionPolicy

@@ -5,7 +5,9 @@ Kernels and codecs release the GIL and are serial, so row blocks on these thread
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -24,6 +26,31 @@ Result = TypeVar("Result")
 def default_threads() -> int:
     """Return the default number of threads: the CPUs that this process may use, at most 8."""
     return max(1, min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+
+
+def background_cpu_s() -> float:
+    """Return the CPU seconds of the library's threads in this process, and of fsspec's, which sends its requests.
+
+    Where the system does not tell (not Linux), those of the calling thread. For differences; threads may have ended.
+    """
+    if sys.platform != "linux":
+        return time.thread_time()
+    total = 0.0
+    for thread in threading.enumerate():
+        if thread.native_id is not None and thread.name.startswith(("cnr", "fsspecIO")):
+            # The kernel's number of a thread's CPU clock. That of `time.pthread_getcpuclockid` is the same, but asking
+            # for it can crash if the thread has just ended; here it is an error.
+            with contextlib.suppress(OSError):
+                total += time.clock_gettime((~thread.native_id << 3) | 6)
+    return total
+
+
+def busy_share() -> float:
+    """Return which share of the cores that this process may use was busy in the last minute; 1 where unknown."""
+    if not hasattr(os, "getloadavg"):
+        return 1.0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(1.0, os.getloadavg()[0] / cores)
 
 
 def check_rate(bytes_per_s: float | None) -> None:

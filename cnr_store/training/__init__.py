@@ -26,6 +26,7 @@ from cnr_store.training.precision.rate_control import RateStatus, ScaleChange, T
 from cnr_store.training.ranks import ProcessRanks
 from cnr_store.training.reader import IntervalReader, reader_states_for
 from cnr_store.training.redistribution import share_evenly
+from cnr_store.training.save_interval import SaveInterval, SaveMeasure
 from cnr_store.training.survivor import Survivor
 
 __all__ = [
@@ -41,6 +42,8 @@ __all__ = [
     "ScaleChange",
     "RateStatus",
     "TableRate",
+    "SaveInterval",
+    "SaveMeasure",
     "calibrate",
     "Calibration",
     "Trial",

@@ -18,6 +18,7 @@ import torch
 
 from cnr_store.errors import BackgroundSaveFailed, CommitStateUnknown, Fenced, RankLost
 from cnr_store.runtime.notebook import ShownReport
+from cnr_store.runtime.threads import background_cpu_s
 from cnr_store.segment.shards import Shard
 from cnr_store.training.precision.rate_control import ScaleChange
 from cnr_store.training.tensors import TensorRows, as_array, flat_rows
@@ -61,6 +62,8 @@ class SaveReport(ShownReport):
         Seconds for which it waited for the save before.
     encode_s, commit_s
         Seconds in the background: rows to codes, and objects and commit record to the store.
+    cpu_s
+        CPU seconds of the library's threads in that time (off Linux, of one of them).
     scales
         By table, what became of the scales that this save chose or changed.
     """
@@ -74,6 +77,7 @@ class SaveReport(ShownReport):
     wait_s: float
     encode_s: float
     commit_s: float
+    cpu_s: float
     scales: Mapping[str, ScaleChange] = field(default_factory=dict)
 
 
@@ -101,8 +105,8 @@ class LiveRead:
     unread
         Names of shards that have no full mirror; the save writes them whole while the training waits. Known once it
         is over.
-    stall_s, read_s
-        Seconds for which it held the training up at its beginning, and that it took.
+    stall_s, read_s, cpu_s
+        Seconds for which it held the training up at its beginning, that it took, and CPU seconds of these.
     """
 
     transaction: Transaction
@@ -112,16 +116,17 @@ class LiveRead:
     unread: set[str] = field(default_factory=set)
     stall_s: float = 0.0
     read_s: float = 0.0
+    cpu_s: float = 0.0
 
     def run(self) -> None:
         """Declare the tables and read them; blocks. Errors are those of `Transaction`."""
-        started = time.perf_counter()
+        started, cpu_s = time.perf_counter(), background_cpu_s()
         declare(self.transaction, self.whole.values(), self.drops)
         for name, one in self.whole.items():
             values, slots = TensorRows(one.weight), _slot_rows(one)
             if not self.transaction.read_live(one.key.table, values, slots=slots, rectangle=one.key.rectangle):
                 self.unread.add(name)
-        self.read_s = time.perf_counter() - started
+        self.read_s, self.cpu_s = time.perf_counter() - started, background_cpu_s() - cpu_s
 
 
 @dataclass(slots=True, eq=False)
@@ -148,6 +153,7 @@ class SaveJob:
     wait_s: float = 0.0
     encode_s: float = 0.0
     commit_s: float = 0.0
+    cpu_s: float = 0.0
 
     @property
     def row_count(self) -> int:
@@ -166,7 +172,7 @@ class SaveJob:
         return SaveReport(
             version=version, step=self.transaction.step, kind=self.transaction.kind, rows=self.row_count,
             size_bytes=self.transaction.size_bytes, stall_s=self.stall_s, wait_s=self.wait_s,
-            encode_s=self.encode_s, commit_s=self.commit_s, scales=scales,
+            encode_s=self.encode_s, commit_s=self.commit_s, cpu_s=self.cpu_s, scales=scales,
         )  # fmt: skip
 
 
@@ -181,7 +187,7 @@ class Finished:
 
 def run_save(job: SaveJob) -> None:
     """Write a job's tables and commit; blocks. Errors are those of `Transaction`."""
-    started = time.perf_counter()
+    started, cpu_s = time.perf_counter(), background_cpu_s()
     transaction = job.transaction
     with transaction:
         for name, document in job.fixed.items():
@@ -208,6 +214,7 @@ def run_save(job: SaveJob) -> None:
         started = time.perf_counter()
         transaction.commit()
     job.commit_s = time.perf_counter() - started
+    job.cpu_s = background_cpu_s() - cpu_s + (job.read.cpu_s if job.read else 0.0)
 
 
 def declare(transaction: Transaction, whole: Iterable[WholeShard] | None, drops: Iterable[str]) -> None:

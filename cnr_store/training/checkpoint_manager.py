@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,7 +18,6 @@ from torch import nn
 from cnr_store.communication.state import CommunicationState
 from cnr_store.errors import BadInput, CnrStoreError
 from cnr_store.format.notes import checked_notes
-from cnr_store.runtime.arguments import checked_count
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.store import Store
 from cnr_store.training.background import SaveReport, raise_failure
@@ -32,7 +32,7 @@ from cnr_store.training.restorer import Restorer, RestoreRequest
 from cnr_store.training.save_plan import new_chain_state
 from cnr_store.training.save_staging import SaveStager
 from cnr_store.training.saver import FailureReports, Saver, save_due
-from cnr_store.training.schedule import EXIT_CODE, SaveBoundary, SaveSchedule, StopSignal, TrainingPosition
+from cnr_store.training.schedule import EXIT_CODE, SaveBoundary, StopSignal, TrainingPosition, new_schedule
 from cnr_store.training.survivor import Survivor, survivor_of
 from cnr_store.training.training_writer import TrainingWriter, open_or_create
 from cnr_store.types import JsonValue, SlotsRule
@@ -67,7 +67,8 @@ class CheckpointManager:
     options
         How tables are stored: for all, or by table name.
     every_steps
-        A save is due after this many steps. Without it, and without ``SavePolicy.every_seconds``, only `save` saves.
+        A save is due after this many steps; ``"auto"``: as often as ``SavePolicy.overhead`` allows. Without it, and
+        without ``SavePolicy.every_seconds``, only `save` saves.
     save_policy, tracking, precision, store_options
         When and how much is saved, and what a failure does; how changed rows are found and copied; how exactly tables
         are stored during the run; how the store is opened and written, and by which ranks.
@@ -103,13 +104,14 @@ class CheckpointManager:
         extras: Mapping[str, Stateful] | None = None,
         communication: Sequence[CommunicationState] = (),
         options: TableOptions | Mapping[str, TableOptions] | None = None,
-        every_steps: int | None = None,
+        every_steps: int | Literal["auto"] | None = None,
         save_policy: SavePolicy = SavePolicy(),  # noqa: B008 (frozen)
         tracking: TrackingOptions = TrackingOptions(),  # noqa: B008 (frozen)
         precision: PrecisionPolicy = PrecisionPolicy(),  # noqa: B008 (frozen)
         store_options: StoreOptions = StoreOptions(),  # noqa: B008 (frozen)
     ) -> None:
-        ranks = _checked_ranks(store, reader, extras or {}, every_steps, save_policy, store_options)
+        schedule = new_schedule(every_steps, save_policy, time.monotonic())
+        ranks = _checked_ranks(store, reader, extras or {}, save_policy, store_options)
         self._policy, self._is_closed = save_policy, False
         self._training = training = watch_training(
             model, optimizer, reader, extras or {}, communication, options, ranks,
@@ -119,7 +121,6 @@ class CheckpointManager:
         try:
             chain = new_chain_state(training, precision)
             self._position = position = TrainingPosition(reader)
-            schedule = SaveSchedule(every_steps, save_policy.every_seconds, time.monotonic())
             self._boundary = SaveBoundary(training.control, training.tracker, position, training.intervals)
             self._reports = FailureReports(training.control, save_policy.on_error)
             self._owns_store = not isinstance(store, Store)
@@ -367,8 +368,8 @@ class CheckpointManager:
 
     @property
     def rate(self) -> RateStatus:
-        """How exactly tables are stored, and what the next save changes."""
-        return self._saver.chain.rate.status
+        """How exactly tables are stored, what the next save changes, and how often ``every_steps="auto"`` saves."""
+        return replace(self._saver.chain.rate.status, interval=self._saver.schedule.interval)
 
     @property
     def store(self) -> Store:
@@ -434,8 +435,8 @@ class CheckpointManager:
 
 
 def _checked_ranks(
-    store: str | Store, reader: Stateful | None, extras: Mapping[str, Stateful], every_steps: int | None,
-    save_policy: SavePolicy, store_options: StoreOptions,
+    store: str | Store, reader: Stateful | None, extras: Mapping[str, Stateful], save_policy: SavePolicy,
+    store_options: StoreOptions,
 ) -> Ranks:  # fmt: skip
     """Return the ranks of a manager with these options.
 
@@ -444,8 +445,6 @@ def _checked_ranks(
     BadInput
         An option alone, or two that contradict each other.
     """
-    if every_steps is not None:
-        checked_count("every_steps", every_steps, least=1)
     if store_options.branch is not None and isinstance(store, Store):
         raise BadInput("branch= goes with a URL; open the store on its branch instead", found=store_options.branch)
     if reader is not None:

@@ -26,6 +26,9 @@ WhenBusy = Literal["wait", "skip", "refuse"]
 OnError = Literal["raise", "warn"]
 """What a failed save does at the next `step`: stop the training or warn. Its rows stay dirty either way."""
 
+DEFAULT_OVERHEAD = 0.01
+"""Share of the training time that saves may cost with ``every_steps="auto"``."""
+
 FirstBaseline = Literal["stall", "live"]
 """How a table that must be read whole is read: while the training waits, or while it continues."""
 
@@ -43,6 +46,11 @@ class SavePolicy:
         ``baseline``, ``consecutive``, ``one_shot`` or ``intermittent`` (`cnr_store.write.policy`).
     every_seconds
         A save is also due this long after the last one, in addition to ``every_steps``. For trainings of one rank.
+    overhead
+        With ``every_steps="auto"``: the share of the training time that saves may cost, `DEFAULT_OVERHEAD` if None. The
+        manager measures the stall, CPU time and writing of its saves, and the time of a step; `CheckpointManager.rate`
+        says what it chose. A save that is due does not wait, but begins at the first step after the one before it is
+        over, whatever ``when_busy`` says.
     first_baseline
         How tables are read that must be written whole: in the first save, with a new slot or another scale. ``live``:
         while the training goes on; rows that it changes meanwhile are copied at the first step behind that, and the
@@ -69,6 +77,7 @@ class SavePolicy:
 
     policy: Policy = "consecutive"
     every_seconds: float | None = None
+    overhead: float | None = None
     first_baseline: FirstBaseline = "stall"
     when_busy: WhenBusy = "wait"
     on_error: OnError = "raise"
@@ -85,6 +94,8 @@ class SavePolicy:
         checked_choice("save_on_sigterm", self.save_on_sigterm, (False, True, "flag"))
         if self.every_seconds is not None:
             checked_number("every_seconds", self.every_seconds, above=0)
+        if self.overhead is not None:
+            checked_number("overhead", self.overhead, above=0, most=0.5)
         if self.on_save is not None and not callable(self.on_save):
             raise BadInput("on_save is called with each SaveReport; pass a function", found=type(self.on_save).__name__)
 

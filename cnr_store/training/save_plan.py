@@ -7,8 +7,8 @@ a restore.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ from cnr_store.training.matching import RestorePlan
 from cnr_store.training.options import PrecisionPolicy
 from cnr_store.training.precision.calibrating import QualityTarget
 from cnr_store.training.precision.rate_control import RateControl, ScaleChange
+from cnr_store.training.save_interval import SaveMeasure
 from cnr_store.training.shards import Holdings, RankShard
 from cnr_store.training.state import fused_documents, stepped_documents
 from cnr_store.training.tensors import leaf_of, tensor_of
@@ -202,15 +203,23 @@ class SavePlan:
         The same on all ranks.
     tables
         What all ranks together know of the tables: ``slots``, ``fused`` and ``stepped``.
+    measures
+        By rank, what saves cost it; None where that is not measured.
     """
 
     local: LocalState
     decision: Decision
     tables: Mapping[str, Any]
+    measures: Sequence[SaveMeasure | None]
 
 
-def plan_save(training: LiveTraining, chain: ChainState, policy: Policy, writer: Writer) -> SavePlan:
-    """Return the plan of the next save. Blocks; all ranks call it. Adds tables to rewrite to ``chain.whole_next``."""
+def plan_save(
+    training: LiveTraining, chain: ChainState, policy: Policy, writer: Writer, measure: SaveMeasure | None = None
+) -> SavePlan:
+    """Return the plan of the next save. Blocks; all ranks call it. Adds tables to rewrite to ``chain.whole_next``.
+
+    ``measure`` is what saves cost this rank.
+    """
     found: list[tuple[LocalState, Decision]] = []
 
     def share() -> dict[str, Any]:
@@ -224,6 +233,7 @@ def plan_save(training: LiveTraining, chain: ChainState, policy: Policy, writer:
         return {
             "kind": mine.kind, "base": mine.base, "whole": sorted(chain.whole_next),
             "tables": known if training.control.world == 1 else document_tree.encode(known, leaf_of),
+            "measure": None if measure is None else asdict(measure),
         }  # fmt: skip
 
     answers = together(training.control, share)
@@ -240,7 +250,8 @@ def plan_save(training: LiveTraining, chain: ChainState, policy: Policy, writer:
     if decision.kind == "baseline":
         chain.whole_next |= chain.rate.waits_for_baseline()
         chain.whole_next |= chain.rate.too_fine(training.control, writer, chain.whole_next)
-    return SavePlan(local, decision, known)
+    measures = [None if one is None else SaveMeasure(**one) for one in (answer["measure"] for answer in answers)]
+    return SavePlan(local, decision, known, measures)
 
 
 def _decide_here(

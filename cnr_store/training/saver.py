@@ -23,6 +23,7 @@ from cnr_store.errors import (
 )
 from cnr_store.runtime.git_commit import git_commit
 from cnr_store.runtime.ranks import Ranks, together
+from cnr_store.runtime.threads import busy_share
 from cnr_store.training.background import (
     BackgroundSave,
     Finished,
@@ -36,6 +37,7 @@ from cnr_store.training.background import (
 from cnr_store.training.communication_state import with_metrics
 from cnr_store.training.live_training import LiveTraining
 from cnr_store.training.options import OnError, SavePolicy
+from cnr_store.training.save_interval import SaveCost
 from cnr_store.training.save_plan import ChainState, SavePlan, plan_save
 from cnr_store.training.save_staging import SaveStager
 from cnr_store.training.schedule import SaveSchedule, TrainingPosition
@@ -209,7 +211,7 @@ class Saver:
             scales = self.chain.quality.scales(training.model, training.options, training.control)
             self.chain.rate.calibrated(scales)
             self.chain.quality = None
-        plan = plan_save(self.training, self.chain, self.policy.policy, writer)
+        plan = self._plan(writer)
         transaction = writer.begin(self.position.step, plan.decision.kind, base=plan.decision.base)
         transaction.note(with_metrics({**self._about, **(notes or {})}, self.training.communication))
         self._notes = notes
@@ -223,6 +225,13 @@ class Saver:
                 transaction.abort()
                 raise
         return self._save(transaction, writer, plan, started, wait_s=wait_s)
+
+    def _plan(self, writer: Writer) -> SavePlan:
+        auto = self.schedule.auto
+        plan = plan_save(self.training, self.chain, self.policy.policy, writer, None if auto is None else auto.measure)
+        if auto is not None:
+            auto.agree(plan.measures)
+        return plan
 
     def _read(self, read: LiveRead, started: float) -> None:
         """Read tables in the background; the save continues in `finish`, at the first step after the read."""
@@ -260,7 +269,7 @@ class Saver:
             return self.stager.is_outdated(read, plan)
 
         try:
-            plan = plan_save(self.training, self.chain, self.policy.policy, writer)
+            plan = self._plan(writer)
             is_outdated = any(together(control, share))
         except Exception as error:  # noqa: BLE001 (raised where the save is collected)
             self._give_up(read)
@@ -416,6 +425,10 @@ class Saver:
             logger.warning("version %d is committed, but then failed (%r); the next save is a baseline", version, error)
         report = job.report(version, changes)
         self.history.append(report)
+        if self.schedule.auto is not None:
+            self.schedule.auto.saved(
+                SaveCost(report.kind, report.stall_s, report.cpu_s, busy_share(), report.encode_s + report.commit_s)
+            )
         logger.info(
             "version %d: %s of step %d, %d rows, %d bytes, stall %.4f s, background %.3f s",
             report.version, report.kind, report.step, report.rows, report.size_bytes, report.stall_s,
@@ -546,12 +559,14 @@ def save_due(saver: Saver) -> None:
     started = time.perf_counter()
     policy, reports, step = saver.policy, saver.reports, saver.position.step
     # If one rank cannot save now, no rank can; with "wait" no rank asks.
-    if policy.when_busy != "wait" and any(together(saver.training.control, lambda: saver.is_saving)):
-        if policy.when_busy == "refuse":
+    when_busy = policy.when_busy if saver.schedule.auto is None else "later"
+    if when_busy != "wait" and any(together(saver.training.control, lambda: saver.is_saving)):
+        if when_busy == "refuse":
             raise SaveInProgress(
                 f'the save before step {step} is still under way; save less often, or choose when_busy="wait" or "skip"'
             )
-        saver.mark_saved()
+        if when_busy == "skip":
+            saver.mark_saved()
         return
     reports.report_together(saver.collect(wait=True))
     try:

@@ -11,11 +11,14 @@ import threading
 import warnings
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from cnr_store.errors import BadInput
+from cnr_store.runtime.arguments import checked_count
 from cnr_store.runtime.ranks import Ranks, together
+from cnr_store.training.options import DEFAULT_OVERHEAD, SavePolicy
 from cnr_store.training.reader import IntervalReader, Stateful, reader_document
+from cnr_store.training.save_interval import IntervalControl, SaveInterval
 from cnr_store_gpu import RowTracker
 
 
@@ -71,17 +74,33 @@ _STEPS_UNTIL_WARNING = 8
 
 @dataclass(slots=True)
 class SaveSchedule:
-    """Decides whether a save is due. It reads no clock: the caller passes steps and seconds. Due until `mark`."""
+    """Decides whether a save is due. It reads no clock: the caller passes steps and seconds. Due until `mark`.
+
+    Attributes
+    ----------
+    auto
+        Chooses the steps between two saves; then ``every_steps`` and ``every_seconds`` are None.
+    """
 
     every_steps: int | None
     every_seconds: float | None
     last_s: float
+    auto: IntervalControl | None = None
     last_step: int = 0
     _is_due: bool = False
 
+    @property
+    def interval(self) -> SaveInterval | None:
+        """What ``auto`` has chosen, if there is one."""
+        return None if self.auto is None else self.auto.interval
+
     def is_due(self, step: int, now_s: float) -> bool:
         """Return whether a save is due at a step, at a monotonic time in seconds."""
-        if self.every_steps is not None and step - self.last_step >= self.every_steps:
+        every_steps = self.every_steps
+        if self.auto is not None:
+            self.auto.trained(step, now_s)
+            every_steps = self.auto.interval.every_steps
+        if every_steps is not None and step - self.last_step >= every_steps:
             self._is_due = True
         if self.every_seconds is not None and now_s - self.last_s >= self.every_seconds:
             self._is_due = True
@@ -90,6 +109,35 @@ class SaveSchedule:
     def mark(self, step: int, now_s: float) -> None:
         """Count from here: a save has begun, or a checkpoint was restored."""
         self.last_step, self.last_s, self._is_due = step, now_s, False
+        if self.auto is not None:
+            self.auto.resumes(step, now_s)
+
+
+def new_schedule(every_steps: int | Literal["auto"] | None, policy: SavePolicy, now_s: float) -> SaveSchedule:
+    """Return when a manager saves, by its options.
+
+    Raises
+    ------
+    BadInput
+        ``every_steps`` is no number and not ``"auto"``, or does not go together with an option of the policy.
+    """
+    if every_steps == "auto":
+        if policy.every_seconds is not None:
+            raise BadInput(
+                'every_steps="auto" and every_seconds= both choose when to save; leave one of them out',
+                found=policy.every_seconds,
+            )
+        overhead = DEFAULT_OVERHEAD if policy.overhead is None else policy.overhead
+        return SaveSchedule(None, None, now_s, IntervalControl(overhead))
+    if policy.overhead is not None:
+        raise BadInput(
+            f'overhead= is for every_steps="auto"; found every_steps={every_steps!r}', found=every_steps
+        )  # fmt: skip
+    if isinstance(every_steps, str):
+        raise BadInput(f'every_steps is a whole number or "auto"; found {every_steps!r}', found=every_steps)
+    if every_steps is not None:
+        checked_count("every_steps", every_steps, least=1)
+    return SaveSchedule(every_steps, policy.every_seconds, now_s)
 
 
 @dataclass(slots=True, eq=False)

@@ -72,7 +72,7 @@ PUBLIC = {
     """,
     "cnr_store.training": """
         CheckpointManager SavePolicy TrackingOptions PrecisionPolicy StoreOptions RestoredState load
-        Survivor SaveReport ScaleChange RateStatus TableRate ProcessRanks
+        Survivor SaveReport ScaleChange RateStatus TableRate SaveInterval SaveMeasure ProcessRanks
         calibrate Calibration Trial
         CarriedBatch CarryingReader GrantedReader IntervalReader reader_states_for
         share_evenly

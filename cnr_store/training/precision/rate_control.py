@@ -18,6 +18,7 @@ from cnr_store.format.records import TableSchema
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.training.document import RateDocument
 from cnr_store.training.precision.measuring import ScaleMeter, step_of
+from cnr_store.training.save_interval import SaveInterval
 from cnr_store.training.shards import Holdings
 from cnr_store.types import AffineBits
 from cnr_store.write.policy import Decision
@@ -78,7 +79,7 @@ class TableRate:
 
 @dataclass(frozen=True, slots=True)
 class RateStatus:
-    """How exactly tables are stored, and why; `CheckpointManager.rate`.
+    """How exactly tables are stored, how often, and why; `CheckpointManager.rate`.
 
     Attributes
     ----------
@@ -88,12 +89,15 @@ class RateStatus:
         By name.
     first_loss, loss
         Mean of the reported losses at the first save, and now; None if none was reported.
+    interval
+        How often the manager saves with ``every_steps="auto"``, and why; else None.
     """
 
     restores: int
     tables: Mapping[str, TableRate]
     first_loss: float | None = None
     loss: float | None = None
+    interval: SaveInterval | None = None
 
 
 _GROWN = 1.1
