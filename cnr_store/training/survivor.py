@@ -235,7 +235,7 @@ def _planned_anew(
     plan = plan_restore(
         planned.snapshot.tables, entries, trainer, planned.state, training.holdings, training.optimizers
     )
-    held = {(one.holding.table, slot) for one in plan.shards for slot in ("", *one.slots)}
+    held = {(one.holding.key.table, slot) for one in plan.shards for slot in ("", *one.slots)}
     if missing := sorted(copies.keys() - held):
         raise BadInput(f"this rank has no copy of {missing}, which rank(s) that survived have", found=missing)
     return SharedState(
@@ -272,7 +272,7 @@ def _live_copies(training: LiveTraining) -> dict[tuple[str, str | None], torch.T
     found: dict[tuple[str, str | None], torch.Tensor] = {}
     for table in training.holdings.replicated:
         for holding in training.holdings.by_name.values():
-            if holding.table != table:
+            if holding.key.table != table:
                 continue
             tensors = {"": holding.shard.weight.detach(), **live_slots(holding.shard)}
             for slot, tensor in tensors.items():
