@@ -91,5 +91,5 @@ def digest_of_rows(
 
 
 def add_digests(*digests: int) -> int:
-    """Return the sum of digests modulo 2^64: of disjoint rectangles, or of a digest and its change."""
+    """Return the sum of digests modulo 2^64: of disjoint rectangles, or of a digest and its changes (of any sign)."""
     return sum(digests) & _MASK

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.encodings.widths import FloatBlock, as_columns, carrier
-from cnr_store.errors import BadDtype, BadInput
+from cnr_store.encodings.widths import FloatBlock, as_columns, check_carrier
+from cnr_store.errors import BadInput
 from cnr_store.types import TableDtype
 
 EXACT_MANTISSA_BITS: dict[str, int] = {"float32": 23, "float16": 10, "bfloat16": 7}
@@ -65,11 +65,6 @@ def as_bits(values: FloatBlock, dtype: TableDtype = "float32") -> FloatPatterns:
 
     The array must be C-contiguous; nothing is copied.
     """
-    if values.dtype != carrier(dtype):
-        raise BadDtype(
-            f"a {dtype} block must be a numpy {carrier(dtype)} array, found {values.dtype}",
-            expected=str(carrier(dtype)),
-            found=str(values.dtype),
-        )
+    check_carrier(values, dtype)
     bits: npt.NDArray[Any] = values.view(np.int32 if dtype == "float32" else np.int16)
     return as_columns(bits)

@@ -61,9 +61,9 @@ def to_float32(block: FloatBlock, dtype: TableDtype, out: Float32s | None = None
     A float32 block is returned as it is when ``out`` is None. ``out``, if given, is float32 of the same
     shape.
     """
-    _check_carrier(block, dtype)
+    check_carrier(block, dtype)
     if dtype == "float32" and out is None:
-        return block  # type: ignore[return-value]  # _check_carrier has made it float32
+        return block  # type: ignore[return-value]  # check_carrier has made it float32
     result = np.empty(block.shape, np.float32) if out is None else out
     if dtype == "bfloat16":
         np.left_shift(block, np.uint32(16), out=result.view(np.uint32), dtype=np.uint32, casting="unsafe")
@@ -85,7 +85,7 @@ def from_float32(values: Float32s, dtype: TableDtype, out: FloatBlock | None = N
         out[...] = values
         return out
     result = np.empty(values.shape, carrier(dtype)) if out is None else out
-    _check_carrier(result, dtype)
+    check_carrier(result, dtype)
     if dtype == "float16":
         with np.errstate(over="ignore"):
             result[...] = values.astype(np.float16)
@@ -105,7 +105,8 @@ def from_float32(values: Float32s, dtype: TableDtype, out: FloatBlock | None = N
     return result
 
 
-def _check_carrier(block: npt.NDArray[np.generic], dtype: TableDtype) -> None:
+def check_carrier(block: npt.NDArray[np.generic], dtype: TableDtype) -> None:
+    """Raise `BadDtype` unless a block is of the numpy dtype that carries ``dtype``."""
     if block.dtype != carrier(dtype):
         raise BadDtype(
             f"a {dtype} block must be a numpy {carrier(dtype)} array, found {block.dtype}",

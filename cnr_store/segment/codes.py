@@ -317,7 +317,7 @@ class TableCodes:
                 bits = escape_bits(escapes.values[name], self.specs[name].dtype)
                 presence = self.specs[name].presence(escape=True)
                 total += digest.digest_of_rows(bits, escapes.rows, factors, presence)
-        return digest.add_digests(total & ((1 << 64) - 1))
+        return digest.add_digests(total)
 
     def overlay(self, name: str, out: Array) -> None:
         """Write the fill of absent rows and the values of escape rows over decoded values."""

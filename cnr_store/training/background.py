@@ -134,16 +134,16 @@ class SaveJob:
     """Everything that one save needs, as of one instant; the transaction has the dense tensors and documents already.
 
     ``fixed`` are the documents that no training step changes: the background has time to encode them.
-    ``shards`` are those that this rank writes; ``taken``, ``rows``, ``whole`` and the staging go by their names, too.
-    ``rows`` are ids of the whole table, whose copies are staged. ``declares``: whether tables, of any rank, are stored
-    anew. ``read``: what was read of them before.
+    ``shards`` are those that this rank writes; ``taken``, ``row_ids`` (of the whole table), ``whole`` and the staging
+    go by their names, too. ``declares``: whether tables, of any rank, are stored anew. ``read``: what was read of them
+    before.
     """
 
     transaction: Transaction
     shards: Mapping[str, Shard]
     taken: Mapping[str, Taken]
     staged: Staged
-    rows: Mapping[str, RowIds]
+    row_ids: Mapping[str, RowIds]
     whole: Mapping[str, WholeShard]
     drops: tuple[str, ...]
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class SaveJob:
     @property
     def row_count(self) -> int:
         """Rows that this rank writes."""
-        touched = sum(len(row_ids) for name, row_ids in self.rows.items() if name not in self.read_shards)
+        touched = sum(len(row_ids) for name, row_ids in self.row_ids.items() if name not in self.read_shards)
         whole = {**self.read_shards, **self.whole}
         return touched + sum(one.weight.shape[0] for one in whole.values())
 
@@ -200,7 +200,7 @@ def run_save(job: SaveJob) -> None:
             )
         codes = job.staged.codes
         updates = []
-        for name, row_ids in job.rows.items():
+        for name, row_ids in job.row_ids.items():
             if len(row_ids):
                 copies = job.staged.arrays(name, as_array)
                 values = as_array(codes[name]) if name in codes else copies.pop(WEIGHT)

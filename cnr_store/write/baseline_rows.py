@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.encodings import kernels, packing, widths
+from cnr_store.encodings.widths import as_columns
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import (
@@ -33,7 +34,6 @@ from cnr_store.write.encode import (
     ENCODE_ROWS,
     EncodedList,
     OnBadRows,
-    columns_of,
     encode_block,
     escape_list,
     put_escapes,
@@ -238,7 +238,7 @@ def _table_rows(
                 made[name] = stored_shape(spec, block.astype(dtypes[name], copy=False))
             else:
                 floats = _block_of(values[name], start, stop) if coded is None else _rows_of(values[name], at)
-                made |= encode_block(spec, columns_of(np.ascontiguousarray(floats)), dtypes[name])
+                made |= encode_block(spec, as_columns(np.ascontiguousarray(floats)), dtypes[name])
         return made
 
     return RowList(count, {"rows": (np.dtype(np.int64), None), **_stored_widths(specs, dtypes)}, produce)
@@ -268,7 +268,7 @@ def _overlaid_dtype(name: str, mirror: TableCodes, changes: EncodedRows) -> np.d
         return np.dtype(np.int32)
     limit = 0
     for item in lists:
-        codes = columns_of(item.arrays[name]).astype(np.int32)
+        codes = as_columns(item.arrays[name]).astype(np.int32)
         base = held[item.row_ids - mirror.start].astype(np.int32) if item is changes.lists.get("add") else 0
         limit = max(limit, int(np.abs(codes + base).max(initial=0)))
     return widths.narrowest(limit)
@@ -279,7 +279,7 @@ def _overlay(block: Array, rows: RowIds, change: EncodedList, name: str, *, adds
     if low == high:
         return
     at = np.searchsorted(rows, change.row_ids[low:high])
-    codes = columns_of(change.arrays[name])[low:high].astype(np.int32)
+    codes = as_columns(change.arrays[name])[low:high].astype(np.int32)
     block[at] = block[at] + codes if adds else codes
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.encodings import digest, float_bits, kernels, table_kernels, widths
+from cnr_store.encodings.widths import as_columns
 from cnr_store.runtime.addresses import address_of
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import Array, ArraySpec, TableCodes, escape_bits
@@ -28,7 +29,6 @@ from cnr_store.write.encode import (
     EncodedList,
     FoundBadRows,
     OnBadRows,
-    columns_of,
     encode_absolute,
     escape_list,
     flag_not_finite,
@@ -165,14 +165,14 @@ def _encode(encoded: EncodedRows, touched: TouchedTable, absolute: bool, workers
     if mirror is not None and touched.base_digest is not None:
         if "escape" in lists:
             change += _escaped(specs, lists["escape"])
-        encoded.digest = digest.add_digests(touched.base_digest, change & ((1 << 64) - 1))
+        encoded.digest = digest.add_digests(touched.base_digest, change)
     return encoded
 
 
 def encode_delete(mirror: TableCodes | None, row_ids: RowIds, base_digest: int | None) -> EncodedRows:
     """Return the deletion of sorted rows; those that are absent already stay in the list, harmless."""
     change = 0 if mirror is None else _leaving(mirror, row_ids)
-    after = None if base_digest is None else digest.add_digests(base_digest, change & ((1 << 64) - 1))
+    after = None if base_digest is None else digest.add_digests(base_digest, change)
     return EncodedRows({}, {"delete": EncodedList(row_ids, {})}, after)
 
 
@@ -264,7 +264,7 @@ def _escaped(specs: Mapping[str, ArraySpec], encoded: EncodedList) -> int:
     total = 0
     for name, spec in specs.items():
         if spec.is_additive:
-            values = columns_of(encoded.arrays["values" if name == "codes" else name])
+            values = as_columns(encoded.arrays["values" if name == "codes" else name])
             bits = escape_bits(values, spec.dtype)
             total += digest.digest_of_rows(bits, encoded.row_ids, spec.multipliers, spec.presence(escape=True))
     return total

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.encodings import affine, float_bits, kernels, packing, widths
-from cnr_store.encodings.widths import CODE_DTYPES, carrier
+from cnr_store.encodings.widths import CODE_DTYPES, as_columns, carrier
 from cnr_store.errors import BadDtype, BadInput, BadShape, NonFiniteValues
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import Array, ArraySpec, ExactRows, decode_block
@@ -121,7 +121,7 @@ def unencodable(spec: ArraySpec, values: Array) -> npt.NDArray[np.bool_]:
 
 def scan_block(spec: ArraySpec, values: Array, out: Array | None, flags: npt.NDArray[np.uint8]) -> int:
     """Encode a block into ``out`` (or nowhere), flag bad rows and return the largest |code| (0 for floats)."""
-    block = columns_of(np.ascontiguousarray(values))
+    block = as_columns(np.ascontiguousarray(values))
     if holds_codes(spec, block):
         beyond = (block > MAX_CODE) | (block < -MAX_CODE)
         flags[beyond.any(axis=1)] = _BAD
@@ -164,7 +164,7 @@ def escape_list(specs: Mapping[str, ArraySpec], row_ids: RowIds, values: Mapping
 
 def put_escapes(escapes: ExactRows, exact: EncodedList, names: Iterable[str]) -> None:
     """Add what `escape_list` returned to the exact rows of a mirror that has the arrays ``names``."""
-    values = {"codes" if name == "values" else name: columns_of(array) for name, array in exact.arrays.items()}
+    values = {"codes" if name == "values" else name: as_columns(array) for name, array in exact.arrays.items()}
     escapes.put(exact.row_ids, {name: values[name] for name in names})
 
 
@@ -181,11 +181,6 @@ def refused_rows(table: str, row: int, count: int) -> NonFiniteValues:
 def stored_shape(spec: ArraySpec, block: Array) -> Array:
     """Return a (n, width) block as it is stored: (n,) for one-dimensional slots."""
     return block.reshape(-1) if spec.is_vector else block
-
-
-def columns_of(block: Array) -> Array:
-    """Return a stored block as (n, width)."""
-    return block.reshape(-1, 1) if block.ndim == 1 else block
 
 
 def check_arrays(

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from cnr_store.encodings import row_kernels, table_kernels
-from cnr_store.encodings.widths import narrowest
+from cnr_store.encodings.widths import as_columns, narrowest
 from cnr_store.errors import BadInput
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.local_files import failing_at, reserve
@@ -23,7 +23,7 @@ from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, TASK_ROWS, Allocate,
 from cnr_store.segment.shards import Shard
 from cnr_store.types import MAX_CODE, Lattice
 from cnr_store.write.delta_rows import EncodedRows
-from cnr_store.write.encode import ENCODE_ROWS, EncodedList, columns_of, put_escapes
+from cnr_store.write.encode import ENCODE_ROWS, EncodedList, put_escapes
 from cnr_store.write.table_options import TableOptions
 
 MirrorMode = Literal["memory", "mmap", "none"]
@@ -264,7 +264,7 @@ def _add_together(own: Sequence[tuple[EncodedRows, TableCodes]]) -> None:
     counts = np.array([len(encoded.lists["add"].row_ids) for encoded, _ in own], np.int64)
     reached = np.empty(len(own), np.int64)
     for name in mirrors[0].arrays:
-        codes = columns_of(run.arrays[name])
+        codes = as_columns(run.arrays[name])
         parts = table_kernels.parts_of(starts, counts, 0, [mirror.place_of(name) for mirror in mirrors])
         table_kernels.add_to_mirrors(parts, run.row_ids, codes, reached)
         for number in np.flatnonzero(reached >= 0).tolist():
@@ -273,7 +273,7 @@ def _add_together(own: Sequence[tuple[EncodedRows, TableCodes]]) -> None:
 
 
 def _move(mirror: TableCodes, name: str, item: EncodedList, workers: Workers, *, adds: bool) -> None:
-    codes = np.ascontiguousarray(columns_of(item.arrays[name]))
+    codes = np.ascontiguousarray(as_columns(item.arrays[name]))
     held = mirror.arrays[name]
     kernel: Callable[..., int] = row_kernels.add_codes if adds else row_kernels.put_codes
     is_wrapping = adds and _wraps(mirror, name)
@@ -303,7 +303,7 @@ def _finish_move(
     mirror: TableCodes, name: str, item: EncodedList, rest: Sequence[tuple[int, int]], *, adds: bool
 ) -> None:
     """Widen a mirror's array and move positions ``(start, stop)`` of a list, at whose first the kernel stopped."""
-    codes = np.ascontiguousarray(columns_of(item.arrays[name]))
+    codes = np.ascontiguousarray(as_columns(item.arrays[name]))
     held = mirror.arrays[name]
     for done, _ in rest if adds else []:
         # The kernel stopped after it wrapped this row in int16; wrapping back restores it.

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from cnr_store.encodings.digest import add_digests
+from cnr_store.encodings.widths import as_columns
 from cnr_store.errors import BadInput, BadRowIds, BadShape, DoesNotApply
 from cnr_store.format.layout import check_name
 from cnr_store.format.records import Manifest, PartPlace, TableSchema
@@ -25,7 +27,7 @@ from cnr_store.write.delta_rows import (
     encode_touched,
     options_on_bad_rows,
 )
-from cnr_store.write.encode import EncodedList, RowUpdate, check_arrays, columns_of, own_row_ids, refused_rows
+from cnr_store.write.encode import EncodedList, RowUpdate, check_arrays, own_row_ids, refused_rows
 from cnr_store.write.mirrors import Mirrors, apply_rows
 from cnr_store.write.schema_changes import SchemaChanges
 from cnr_store.write.schema_choice import checked_size, table_dtype
@@ -247,7 +249,7 @@ class StagedTables:
         for update, schema, shard, place, rows in zip(updates, schemas, shards, places, row_ids, strict=True):
             specs = array_specs(schema, place.columns)
             arrays = check_arrays(update.table, specs, len(rows), update.values, update.slots)
-            floats = {name: columns_of(np.asarray(array)) for name, array in arrays.items()}
+            floats = {name: as_columns(np.asarray(array)) for name, array in arrays.items()}
             mirror, base = self._mirror(shard)
             on_bad_rows = update.nonfinite or options_on_bad_rows(self._schemas.options_of(update.table))
             touched = TouchedTable(update.table, specs, mirror, rows, floats, base, on_bad_rows)
@@ -294,7 +296,7 @@ class StagedTables:
         before = self._digests.get(shard)
         if before is not None and encoded.digest is not None and (base := self._mirror(shard)[1]) is not None:
             # Both changes were computed from the mirror's state; they touch disjoint rows, so they add up.
-            encoded.digest = (before + encoded.digest - base) % (1 << 64)
+            encoded.digest = add_digests(before, encoded.digest, -base)
         self._digests[shard] = encoded.digest
         self._rows.setdefault(shard, []).append(encoded)
 

@@ -150,7 +150,7 @@ def _digest_of(codes: TableCodes, rows: RowIds) -> int:
         if len(exact.rows):
             bits = escape_bits(exact.values[name], spec.dtype)
             total += int(kernels.digest_rows(bits, rows[exact.rows], spec.multipliers, spec.presence(escape=True)))
-    return add_digests(total & ((1 << 64) - 1))
+    return add_digests(total)
 
 
 def _drop_replaced_escapes(codes: TableCodes) -> None:
