@@ -11,6 +11,7 @@ from itertools import accumulate
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before a group: its defaults would keep that, and gloo's threads, for ever
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from cnr_store.communication.one_bit_optimizer import Group, OneBitOptimizer, State
+from cnr_store.communication.one_bit_optimizer import Group, Masks, OneBitOptimizer, State
 
 
 class OneBitAdam(OneBitOptimizer):
@@ -36,7 +37,15 @@ class OneBitAdam(OneBitOptimizer):
     """
 
     _name = "one_bit_adam"
-    _options: ClassVar[Mapping[str, Any]] = {"decoupled_weight_decay": False}
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.0, *, warmup_steps: int, decoupled_weight_decay: bool = False,
+        floor: float = 0.01, untouched: Masks | None = None, group: dist.ProcessGroup | None = None,
+        name: str | None = None,
+    ) -> None:  # fmt: skip
+        own = {"decoupled_weight_decay": decoupled_weight_decay}
+        super().__init__(params, lr, betas, eps, weight_decay, warmup_steps, floor, untouched, group, name, own)
 
     def _decayed(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Group, /) -> torch.Tensor:
         if not group["weight_decay"]:

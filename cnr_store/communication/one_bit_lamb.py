@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from cnr_store.communication.one_bit_optimizer import Group, OneBitOptimizer, State
+from cnr_store.communication.one_bit_optimizer import Group, Masks, OneBitOptimizer, State
 
 _RATE_BETA, _FACTORS, _FACTOR_CHANGE = 0.9, (0.5, 4.0), 0.1
 """How slowly a rate's average moves; bounds of a factor, and by what share it may change in a step: as published."""
@@ -29,8 +30,16 @@ class OneBitLamb(OneBitOptimizer):
     """
 
     _name = "one_bit_lamb"
-    _options: ClassVar[Mapping[str, Any]] = {"coefficients": (0.01, 10.0)}
     _has_one_scale = True
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.0, *, warmup_steps: int, coefficients: tuple[float, float] = (0.01, 10.0),
+        floor: float = 0.01, untouched: Masks | None = None, group: dist.ProcessGroup | None = None,
+        name: str | None = None,
+    ) -> None:  # fmt: skip
+        own = {"coefficients": coefficients}
+        super().__init__(params, lr, betas, eps, weight_decay, warmup_steps, floor, untouched, group, name, own)
 
     def _warm_up(self, parameter: torch.Tensor, group: Group, state: State) -> None:
         update = _update_of(parameter, state["exp_avg"], group, state)

@@ -28,6 +28,7 @@ from cnr_store.runtime.arguments import checked_count, checked_number
 
 State = dict[str, Any]
 Group = dict[str, Any]
+Masks = Mapping[torch.Tensor, torch.Tensor]
 
 
 class OneBitOptimizer(torch.optim.Optimizer):
@@ -48,32 +49,20 @@ class OneBitOptimizer(torch.optim.Optimizer):
         The process group; None means the default one, or one rank alone if there is none. The name of its state in
         checkpoints, ``one_bit_adam`` or ``one_bit_lamb`` if not given; two of one training differ.
     options
-        Those of the optimizer. A value out of range raises `BadInput`, an unknown name ``TypeError``.
+        Those that only one optimizer has, for its groups of parameters.
+
+    A value out of range raises `BadInput`.
     """
 
     _name: ClassVar[str]
-    _options: ClassVar[Mapping[str, Any]]
-    """Options beside those of the constructor, and their defaults."""
     _has_one_scale = False
     """Whether all tensors are sent with one scale, or each with its own."""
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        warmup_steps: int,
-        floor: float = 0.01,
-        untouched: Mapping[torch.Tensor, torch.Tensor] | None = None,
-        group: dist.ProcessGroup | None = None,
-        name: str | None = None,
-        **options: Any,
-    ) -> None:
-        if unknown := sorted(options.keys() - self._options):
-            raise TypeError(f"{type(self).__name__} has no option {unknown[0]!r}")
+        self, params: Iterable[Any], lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
+        warmup_steps: int, floor: float, untouched: Masks | None, group: dist.ProcessGroup | None, name: str | None,
+        options: Mapping[str, Any],
+    ) -> None:  # fmt: skip
         defaults = {
             "lr": checked_number("lr", lr, least=0),
             "betas": tuple(checked_number("betas", beta, least=0, most=1 - 1e-12) for beta in betas),
@@ -89,7 +78,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._loaded: dict[str, torch.Tensor] = {}
         self._stamps: list[tuple[int, int]] = []
         self._touched: list[torch.Tensor | None] = []
-        super().__init__(params, {**defaults, **self._options, **options, "is_frozen": False})
+        super().__init__(params, {**defaults, **options, "is_frozen": False})
 
     def register(self, model: DistributedDataParallel) -> None:
         """Switch off the all-reduce of a DDP model: this optimizer averages its gradients, in the model's group.
@@ -258,7 +247,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
         _, world = rank_and_world(self._group)
         if world == 1 or not gradients:
             return gradients
-        # Divided before it is summed, as DDP does: the warm-up gives the same bits.
+        # Divided before it is summed, as DDP does; on more than two ranks it may sum in another order.
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).mul_(1 / world)
         dist.all_reduce(flat, group=self._group)
         parts = flat.split([gradient.numel() for gradient in gradients])

@@ -46,15 +46,9 @@ class SplitTable(nn.Module):
     """
 
     def __init__(
-        self,
-        num_rows: int,
-        dim: int,
-        *,
-        bounds: Sequence[int] | None = None,
-        group: dist.ProcessGroup | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, num_rows: int, dim: int, *, bounds: Sequence[int] | None = None, group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.num_rows, self.dim, self.group = num_rows, dim, group
         rank, world = rank_and_world(group)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from cnr_store.communication.hooks import GradientHook, Messages, Result, parts_of
 from cnr_store.communication.state import RankState, StateTensor
@@ -114,15 +114,10 @@ class ThresholdedGradients(GradientHook):
     """
 
     def __init__(
-        self,
-        *,
-        keep: float = 0.005,
-        refresh_every: int = 1000,
-        warmup: int = 0,
-        values: Literal["float32", "float16"] = "float32",
-        error_feedback: bool = True,
+        self, *, keep: float = 0.005, refresh_every: int = 1000, warmup: int = 0,
+        values: Literal["float32", "float16"] = "float32", error_feedback: bool = True,
         name: str = "thresholded_gradients",
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(name)
         checked_number("keep", keep, above=0)
         if keep >= 1:
@@ -137,7 +132,9 @@ class ThresholdedGradients(GradientHook):
         buffer, parameters = bucket.buffer(), bucket.parameters()
         if step < self._warmup:
             self._sent_bytes += buffer.nbytes
-            return allreduce_hook(self._ranks, bucket)
+            work = dist.all_reduce(buffer.mul_(1 / self._ranks.size()), group=self._ranks, async_op=True)  # DDP's bits
+            mean: Result = work.get_future().then(lambda reduced: reduced.value()[0])
+            return mean
         renew = (step - self._warmup) % self._refresh_every == 0
         whole: list[slice] = []
         small, indices, values = [], [buffer[:0]], [buffer[:0]]

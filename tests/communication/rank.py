@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 
@@ -16,4 +17,5 @@ def main(rank: str, function: str, world: str, meeting: str, arguments: str) -> 
     found = getattr(importlib.import_module(module), name)(*json.loads(arguments))
     dist.barrier()
     print("\n" + json.dumps(found), flush=True)  # noqa: T201
+    gc.collect()  # models in reference cycles keep their group, whose threads must end before the interpreter does
     dist.destroy_process_group()

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cnr_store.communication import (
     CommunicationState,
@@ -146,9 +147,19 @@ def adam_on_ranks() -> dict[str, list[float]]:
     return {"reference": weights(whole).tolist(), "found": weights(own).tolist()}
 
 
-def test_the_warm_up_on_ranks_is_adam_behind_the_all_reduce_of_ddp(run_ranks: RunRanks) -> None:
+def test_the_warm_up_on_two_ranks_is_adam_behind_the_all_reduce_of_ddp(run_ranks: RunRanks) -> None:
     for of_rank in run_ranks(2, adam_on_ranks):
         assert of_rank["found"] == of_rank["reference"]
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_the_warm_up_on_more_ranks_differs_by_the_order_of_sums(run_ranks: RunRanks, world: int) -> None:
+    found = run_ranks(world, adam_on_ranks)
+
+    for of_rank in found:
+        assert of_rank["found"] == found[0]["found"]
+        both = (torch.tensor(of_rank[name]) for name in ("found", "reference"))
+        torch.testing.assert_close(*both, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.01])
@@ -303,6 +314,36 @@ def test_sparse_gradients_are_refused(make: Make) -> None:
 def test_options_out_of_range_are_refused(make: Make, options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         make([nn.Parameter(torch.ones(1))], **options)
+
+
+class _Waits(TorchDispatchMode):
+    """Counts the operators that need values of ``meta`` tensors, which have none, as of a device that must answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator.overloadpacket is torch.ops.aten.nonzero and args[0].is_meta:
+            self.count += 1
+            return torch.zeros(args[0].numel(), args[0].ndim, dtype=torch.int64, device="meta")
+        return operator(*args, **(kwargs or {}))
+
+
+@BOTH
+def test_no_step_waits_for_a_device_but_the_first_one_after_the_freeze(make: Make) -> None:
+    parameters = [nn.Parameter(torch.ones(shape, device="meta")) for shape in ((4, 3), (5,))]
+    optimizer = make(parameters, lr=0.1, weight_decay=0.01, warmup_steps=3)
+    counts = []
+
+    for _ in range(6):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        with _Waits() as waits:
+            optimizer.step()  # other operators that need values raise an error
+        counts.append(waits.count)
+
+    assert counts == [0, 0, 0, len(parameters), 0, 0]
 
 
 # ---- resuming

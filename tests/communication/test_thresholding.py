@@ -196,6 +196,30 @@ def test_large_gradients_do_not_overflow_in_the_warmup(run_ranks: RunRanks) -> N
     assert run_ranks(2, gradient_of_a_warmup, size) == [[[size, size]]] * 2
 
 
+def weights_after_a_warmup(size_mb: float) -> list[bool]:
+    """Whether whole gradients of the hook train like DDP's own, with buckets of a size."""
+    found = []
+    for hook in (None, ThresholdedGradients(warmup=1000)):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Clicks().layers, bucket_cap_mb=size_mb)
+        if hook is not None:
+            hook.register(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.manual_seed(dist.get_rank())
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(torch.randn(16, 20)).square().mean().backward()
+            optimizer.step()
+        found.append(torch.cat([parameter.detach().view(-1) for parameter in model.parameters()]))
+    return [torch.equal(*found), bool(found[0].isfinite().all())]
+
+
+@pytest.mark.parametrize("size_mb", [25, 0.001])
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_warmup_gives_the_bits_of_ddp(run_ranks: RunRanks, world: int, size_mb: float) -> None:
+    assert run_ranks(world, weights_after_a_warmup, size_mb) == [[True, True]] * world
+
+
 def gradients_of_halves() -> list[list[float]]:
     """Gradients of which two make more than float16 holds, with each hook."""
     found = []
