@@ -160,7 +160,7 @@ def _plan(found: TrainingContent, patterns: Sequence[str] | None) -> _PlannedTra
 
 
 def _described(optimizer: SavedOptimizer, small: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer as `cnr_store.training.state.optimizer_documents` does. The file does not say its class."""
+    """Return an optimizer as `document.optimizer_documents` does. The file does not say its class."""
     groups = [{"parameters": list(group.parameters), "options": group.options} for group in optimizer.groups]
     return {"class": "", "groups": groups, "state": small}
 

@@ -8,7 +8,7 @@ has a document (``rng/<rank>/<generator>``).
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Annotated, Any, Literal
 
@@ -19,8 +19,9 @@ from cnr_store.errors import CorruptStore, NewerFormat
 from cnr_store.format.document_tree import encode
 from cnr_store.format.documents import canonical_json
 from cnr_store.training.reader import Stateful, capture_rng
-from cnr_store.training.state import OtherState, StatePlan, add_stepped, optimizer_documents
-from cnr_store.training.tensors import leaf_of
+from cnr_store.training.shards import LocalShard, Slots
+from cnr_store.training.state import OtherState, StatePlan
+from cnr_store.training.tensors import leaf_of, slot_kind
 
 TRAINER = "trainer/0"
 PROGRESS = "progress/0"
@@ -210,6 +211,76 @@ def _optimizers_of(trainer: StoredTrainer, progress: StoredProgress) -> list[Opt
         groups = [GroupDocument(group, own) for group, own in zip(one.groups, options, strict=True)]
         found.append(OptimizerDocument(one.kind, groups, state))
     return found
+
+
+def optimizer_documents(
+    plan: StatePlan, optimizers: Sequence[torch.optim.Optimizer], other: OtherState
+) -> list[dict[str, Any]]:
+    """Return per optimizer: its class, its groups with hyperparameters and parameter names, its step counters."""
+    names = {id(one.parameter): one.name for one in plan.optimized}
+    documents: list[dict[str, Any]] = []
+    for index, optimizer in enumerate(optimizers):
+        mine = [one for one in plan.optimized if one.optimizer == index]
+        documents.append(
+            {
+                "class": type(optimizer).__name__,
+                "groups": [
+                    {
+                        "parameters": [names[id(parameter)] for parameter in group["params"]],
+                        "options": {key: value for key, value in group.items() if key != "params"},
+                    }
+                    for group in optimizer.param_groups
+                ],
+                "state": {one.name: other.inline[one.name] for one in mine},
+            }
+        )
+    return documents
+
+
+def stepped_documents(plan: StatePlan, other: OtherState) -> dict[str, dict[str, Any]]:
+    """Return of each table here that an optimizer steps: whose it is (``optimizer``, ``group``), its step counters."""
+    return {
+        one.name: {"optimizer": one.optimizer, "group": one.group, "state": other.inline[one.name]}
+        for one in plan.optimized
+        if one.is_table
+    }
+
+
+def add_stepped(documents: Sequence[dict[str, Any]], stepped: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add to `optimizer_documents` the tables of `stepped_documents` that only other ranks have."""
+    for table, given in stepped.items():
+        document = documents[given["optimizer"]]
+        if table not in document["state"]:
+            document["groups"][given["group"]]["parameters"].append(table)
+            document["state"][table] = given["state"]
+
+
+def slot_documents(shards: Mapping[str, LocalShard], slots: Mapping[str, Slots]) -> dict[str, Any]:
+    """Return per table and slot the shape that it has for the whole table, and the layout, as the optimizer keeps it.
+
+    ``slots``: by name of the shard.
+    """
+    return {
+        shards[name].table: {
+            slot: {
+                # Keys in order, so that it is stored as an object, not as pairs: a model may have thousands.
+                "layout": "strided" if tensor.layout is torch.strided else "sparse",
+                "shape": [shards[name].num_rows, *_row_shape(tensor, shards[name].dim)],
+            }
+            for slot, tensor in named.items()
+        }
+        for name, named in slots.items()
+    }
+
+
+def _row_shape(slot: torch.Tensor, dim: int) -> list[int]:
+    """The shape of one row of a slot of the whole table."""
+    return list(slot.shape[1:]) if slot_kind(slot) == "row" else [dim]
+
+
+def fused_documents(shards: Iterable[LocalShard]) -> dict[str, dict[str, Any]]:
+    """Return per table the state of optimizers that are fused into backward, without what travels by row."""
+    return {shard.table: shard.scalars() for shard in shards if shard.parameter is None}
 
 
 def trainer_documents(

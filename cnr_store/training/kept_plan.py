@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from cnr_store.format.records import TableSchema
+from cnr_store.training.document import slot_documents
 from cnr_store.training.shards import Holdings, Slots
 from cnr_store.training.state import (
     OtherState,
@@ -27,7 +28,6 @@ from cnr_store.training.state import (
     optimizer_tensor_name,
     other_state,
     plan_state,
-    slot_documents,
 )
 from cnr_store.write.table_options import TableOptions
 

@@ -18,6 +18,7 @@ from cnr_store.format import document_tree
 from cnr_store.format.records import CommitRecord, TableSchema
 from cnr_store.runtime.ranks import together
 from cnr_store.training.background import SaveJob
+from cnr_store.training.document import fused_documents, stepped_documents
 from cnr_store.training.kept_plan import LocalState
 from cnr_store.training.live_training import LiveTraining
 from cnr_store.training.matching import RestorePlan
@@ -26,7 +27,6 @@ from cnr_store.training.precision.calibrating import QualityTarget
 from cnr_store.training.precision.rate_control import RateControl, ScaleChange
 from cnr_store.training.save_interval import SaveMeasure
 from cnr_store.training.shards import Holdings, RankShard
-from cnr_store.training.state import fused_documents, stepped_documents
 from cnr_store.training.tensors import leaf_of, tensor_of
 from cnr_store.types import RowIds
 from cnr_store.write.policy import CheckpointSize, Decision, Policy, decide

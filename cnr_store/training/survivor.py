@@ -23,12 +23,18 @@ from cnr_store.format.records import DenseEntry
 from cnr_store.log.rebase import leaves_state
 from cnr_store.runtime.ranks import together
 from cnr_store.store import Store
-from cnr_store.training.document import GroupDocument, OptimizerDocument, TrainerDocument
+from cnr_store.training.document import (
+    GroupDocument,
+    OptimizerDocument,
+    TrainerDocument,
+    fused_documents,
+    optimizer_documents,
+)
 from cnr_store.training.live_training import LiveTraining
 from cnr_store.training.loading import Planned
 from cnr_store.training.matching import plan_restore
 from cnr_store.training.saver import Saver
-from cnr_store.training.state import fused_documents, live_slots, optimizer_documents, other_state
+from cnr_store.training.state import live_slots, other_state
 from cnr_store.training.tensors import Array, as_array, dense_dtype_name, leaf_of, tensor_of
 from cnr_store.write.mirrors import HeldMirrors
 from cnr_store_gpu import Taken

@@ -18,6 +18,7 @@ from torch import nn
 
 from cnr_store.format.records import SlotSchema, TableSchema
 from cnr_store.runtime.ranks import OneRank
+from cnr_store.training.document import slot_documents
 from cnr_store.training.kept_plan import KeptPlan, LocalState
 from cnr_store.training.shards import hold
 from cnr_store.training.state import (
@@ -26,7 +27,6 @@ from cnr_store.training.state import (
     needs_new_schema,
     other_state,
     plan_state,
-    slot_documents,
 )
 from cnr_store.types import FloatBits, Lattice
 from cnr_store.write.table_options import TableOptions
