@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from cnr_store.communication.state import RankState
-from cnr_store.errors import BadInput, CorruptRecord, CorruptStore, RankLost
+from cnr_store.errors import BadInput, CorruptRecord, CorruptStore, RankLost, VersionNotFound
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.records import DenseEntry
 from cnr_store.maintenance.repair import read_end
@@ -131,6 +131,11 @@ class Restorer:
         def load() -> RestoredState | None:
             chosen = rank_zero(control, lambda: choose_start(self.store, request.version, request.step, request.tag))
             take_over = TakeOver(self.store, chosen["version"], chosen["newest"])
+            if recovery is not None and chosen["is_empty"]:
+                raise VersionNotFound(
+                    f"{self.store.url} has no checkpoint, so the rows of ranks {list(recovery.lost)} are lost; restart "
+                    "the training on all ranks"
+                )
             if recovery is not None:
                 return self._recover(take_over, request, recovery)
             if chosen["is_empty"]:

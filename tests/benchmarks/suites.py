@@ -41,6 +41,7 @@ SUITES = (
     Suite("wire", "bench_wire.py", "fewer bytes between ranks: what they cost in quality and CPU time"),
     Suite("encode", "bench_delta.py", "encoding and committing a delta"),
     Suite("restore", "bench_restore.py", "restoring a baseline and its deltas"),
+    Suite("recovery", "bench_recovery.py", "replacing one of four ranks against restoring all"),
     Suite("load", "bench_load.py", "loading a compacted snapshot"),
     Suite("serving", "bench_serving.py", "lookups while deltas land"),
     Suite("tracking", "bench_tracking.py", "marking the rows that a batch touches"),

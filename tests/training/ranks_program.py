@@ -308,6 +308,7 @@ def run_recovering_rank(job: dict[str, Any], rank: int, world: int) -> int:
             manager.close()
         except (CnrStoreError, RuntimeError):
             survivor = manager.survivor()
+            note(job, rank, "known", [[report.version, report.step] for report in manager.history])
             dist.destroy_process_group()
             log_state(job, training, -1)
         else:

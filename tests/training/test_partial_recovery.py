@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from cnr_store import Store, TableOptions
-from cnr_store.errors import BadInput, Conflict
+from cnr_store.errors import BadInput, Conflict, VersionNotFound
 from cnr_store.segment.codes import array_specs
 from cnr_store.training import CheckpointManager, RestoredState, SavePolicy, StoreOptions
 from cnr_store.training.survivor import plan_recovery
@@ -93,6 +93,32 @@ def test_survivors_of_a_loss_in_a_save_know_whether_it_was_committed(
     step, saved = check_recovered(tmp_path, {rank})
     assert (step, saved) == (2, 2 if part.startswith("create") and when == "after" else 1)
     assert check_what_is_stored(tmp_path, "partial") == STEPS
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_a_rank_killed_at_any_of_fifty_calls_is_replaced_alone(launcher: Launcher, calm: Calm, tmp_path: Path) -> None:
+    firsts = {0: calm.index(0, "create commits/", 2) + 1, 2: calm.index(2, "/_receipt.json.zst", 2)}
+    places = [
+        (rank, int(index), when)
+        for rank, count in ((0, 15), (2, 10))
+        for index in np.linspace(firsts[rank], calm.of_saves(rank) - 1, count)
+        for when in ("before", "after")
+    ]
+    assert len(set(places)) == 50
+    for number, (rank, index, when) in enumerate(places):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        what = f"rank {rank} {when} call {index} ({calm.calls[rank][index]})"
+        codes = launcher.run(folder, "partial", STEPS, recovers=True, kill=[rank, index, when])
+        assert codes == [0] * 4, what + outputs(folder)
+        _, saved = check_recovered(folder, {rank})
+        for other in {0, 1, 2, 3} - {rank}:
+            for version, step in noted(folder, "partial", other, "known")[0]:
+                assert step <= saved, what
+                with Store.open(str(folder / "store")) as store:
+                    assert store.snapshot(version).step == step, what
+        assert check_what_is_stored(folder, "partial") == STEPS, what
 
 
 @pytest.mark.slow
@@ -279,6 +305,14 @@ def test_a_survivor_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
         other.save()
 
     with training.manager() as after, pytest.raises(BadInput, match="without a checkpoint"):
+        after.restore(survivor=survivor)
+
+
+def test_survivors_of_a_training_that_never_saved_are_told_to_restart(tmp_path: Path) -> None:
+    training = Alone(tmp_path)
+    survivor = training.manager().survivor()
+
+    with training.manager() as after, pytest.raises(VersionNotFound, match="restart the training on all ranks"):
         after.restore(survivor=survivor)
 
 
