@@ -1,30 +1,43 @@
-"""What it costs to replace one of four ranks: its rows alone are read, against a restore of all ranks.
+"""What it costs to replace one of four ranks, and what its older rows cost in quality.
 
-Run: ``python tests/benchmarks/bench_recovery.py``. Four gloo processes hold a table split by rows, with Adagrad's state
-per element, and a dense layer of which each has a copy. A baseline and some deltas are saved. Then rank 1 begins anew
-and the others survive, and for comparison all begin anew. Bytes are those that the processes read, wire bytes of the
-dense state not among them.
+Run: ``python tests/benchmarks/bench_recovery.py``. Sections: ``cost``: four gloo processes hold a table split by rows,
+with Adagrad's state per element, and a dense layer of which each has a copy. A baseline and some deltas are saved. Then
+rank 1 begins anew and the others survive, and for comparison all begin anew. Bytes are those that the processes read,
+wire bytes of the dense state not among them.
+
+``quality``: small models are trained on clicks in time order. At 1, 3 or 20 steps, each half way between two of 20
+saves, a quarter of the rows of each table and their slots become what they were at the last save, the rest goes on
+(CPR, MLSys 2021). This is done in memory, in one process: an exact store gives back these bits. A full restore trains
+the steps since the save again, and ends with the bits of the run that nobody interrupted.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from click_cases import Source, load, real_sources
 from harness import Report, arguments, data_folder
+from restored_runs import SAVES, Quality, judge, prepared, schedule
 from torch import nn
 from wire_ranks import WORLD, on_ranks
 
 from cnr_store import TableOptions
 from cnr_store.communication import PartialSums
 from cnr_store.training import CheckpointManager, SavePolicy, StoreOptions, Survivor
+from cnr_store_tools.demo.model import SmallDLRM
+from cnr_store_tools.demo.train import predict, train_step
 
 DIM, BATCH, DELTAS = 64, 4096, 3
 GOAL = 0.3
+RECOVERIES = (1, 3, 20)
 
 
 class Training:
@@ -99,11 +112,65 @@ def recover(folder: str, rows: int, bits: int, repeats: int) -> dict[str, list[l
     return {name: taken[1:] for name, taken in found.items()}
 
 
-def main() -> None:
-    """Run the benchmark."""
-    options = arguments(__doc__, rows=4_000_000, repeats=5).parse_args()
-    report = Report(f"Replacing one of {WORLD} ranks: a table of {options.rows:,} x {DIM} with Adagrad's sums")
-    report.start()
+def row_state(model: SmallDLRM, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the tables and what an optimizer has of their rows; live."""
+    found = []
+    for _, weight in model.table_parameters():
+        slots = optimizer.state[weight].values()
+        found += [
+            weight.detach(),
+            *(slot for slot in slots if torch.is_tensor(slot) and slot.shape[:1] == weight.shape[:1]),
+        ]
+    return found
+
+
+def recovered(source: Source, seed: int, recoveries: int) -> Quality:
+    """Return the quality of a run in which a rank is lost so many times, a random one of four."""
+    case = load(source)
+    model, optimizers, batches = prepared(case, seed)
+    saves, _ = schedule(len(batches), 1)
+    chosen = [saves[math.ceil(SAVES * (number - 0.5) / recoveries)] for number in range(1, recoveries + 1)]
+    half = (saves[2] - saves[1]) // 2
+    ranks, saved = np.random.default_rng(seed), list[torch.Tensor]()
+    for step, batch in enumerate(batches, start=1):
+        train_step(model, optimizers, batch)
+        if step in saves:
+            saved = [tensor.clone() for tensor in row_state(model, optimizers[0])]
+        if step - half in chosen:
+            rank = int(ranks.integers(WORLD))
+            for live, old in zip(row_state(model, optimizers[0]), saved, strict=True):
+                lost = slice(rank * len(live) // WORLD, (rank + 1) * len(live) // WORLD)
+                live[lost] = old[lost]
+    predicted = predict(model, case.future)
+    return judge(case, predicted, predicted)
+
+
+def bench_quality(report: Report, options: argparse.Namespace) -> None:
+    """The loss of a run with partial recoveries, against that of the same seed without."""
+    torch.set_num_threads(1)
+    table = []
+    for source in [Source("generated", samples=options.samples or 400_000), *real_sources(options.samples)]:
+        runs = {
+            number: [recovered(source, seed, number) for seed in range(options.seeds)] for number in (0, *RECOVERIES)
+        }
+        spread = statistics.stdev(one.logloss for one in runs[0])
+        for number in RECOVERIES:
+            pairs = list(zip(runs[0], runs[number], strict=True))
+            worse = [after.logloss - before.logloss for before, after in pairs]
+            auc = statistics.mean(before.auc - after.auc for before, after in pairs)
+            table.append(
+                (source.name, number, statistics.mean(worse), auc, spread, statistics.stdev(one.auc for one in runs[0]))
+            )
+            report.add(
+                f"logloss worse by, {source.name}, {number} recoveries", statistics.mean(worse), goal=spread, unit="",
+                low=min(worse), high=max(worse),
+            )  # fmt: skip
+    columns = ("data", "partial recoveries", "logloss worse by", "AUC worse by", "seeds: logloss", "seeds: AUC")
+    report.table(f"Quality, mean of {options.seeds} seeds", columns, table, "full restores: 0, the same bits")
+
+
+def bench_cost(report: Report, options: argparse.Namespace) -> None:
+    """Time, CPU and bytes of a partial recovery against those of a full restore."""
     table = []
     for name, bits in (("8 bits", 8), ("exact", 0)):
         with data_folder(options.folder) as folder:
@@ -117,6 +184,24 @@ def main() -> None:
             took, cpu, size = (statistics.median(column) for column in zip(*taken, strict=True))
             table.append((name, way, took, cpu, size / 1e6))
     report.table("One recovery of all ranks", ("stored", "way", "s", "CPU s", "MB read"), table)
+
+
+SECTIONS = {"cost": bench_cost, "quality": bench_quality}
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = arguments(__doc__, rows=4_000_000, repeats=5)
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--samples", type=int, default=0, help="clicks of each set; 0: all")
+    options = parser.parse_args()
+    if options.quick:
+        options.seeds, options.samples = 2, 20_000
+    report = Report(f"Replacing one of {WORLD} ranks: a table of {options.rows:,} x {DIM} with Adagrad's sums")
+    report.start()
+    for section in options.sections:
+        SECTIONS[section](report, options)
     report.finish(options.json)
 
 
