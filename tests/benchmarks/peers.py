@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import harness
 import safetensors.torch
@@ -23,7 +23,7 @@ import zarr.storage
 from places import Place
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from trainee import Trainee
+from trainee import Trainee, TrainingState
 
 from cnr_store import CompactionPolicy, Store, TableOptions
 from cnr_store.encodings.float_bits import EXACT_MANTISSA_BITS
@@ -55,7 +55,7 @@ class Peer(Protocol):
     def size_bytes(self) -> int:
         """Bytes of what was saved last."""
 
-    def open(self, place: Place, trainee: Trainee) -> None:
+    def open(self, place: Place, trainee: TrainingState) -> None:
         """Prepare what a training prepares once."""
 
     def save(self) -> Wait | None:
@@ -74,10 +74,10 @@ class _Saved:
     name: str
     loads: bool = True
     place: Place
-    trainee: Trainee
+    trainee: TrainingState
     url: str
 
-    def open(self, place: Place, trainee: Trainee) -> None:
+    def open(self, place: Place, trainee: TrainingState) -> None:
         self.place, self.trainee, self.url = place, trainee, place.new()
 
     def close(self) -> None:
@@ -180,7 +180,7 @@ class Dcp(_Saved):
 
     name = "dcp.save"
 
-    def open(self, place: Place, trainee: Trainee) -> None:
+    def open(self, place: Place, trainee: TrainingState) -> None:
         super().open(place, trainee)
         self._meeting = tempfile.TemporaryDirectory(dir=place.scratch)
         meet = f"file://{self._meeting.name}/meeting"
@@ -232,7 +232,7 @@ class DcpAsyncKept(DcpAsync):
 
     name = "dcp.async_save, kept stager"
 
-    def open(self, place: Place, trainee: Trainee) -> None:
+    def open(self, place: Place, trainee: TrainingState) -> None:
         super().open(place, trainee)
         self._stager = super().stager()
         self._stager.stage(dict(trainee.tensors))  # as the first of many saves
@@ -266,15 +266,19 @@ class Cnr(_Saved):
     """``CheckpointManager``: the first save is a baseline, the next ones are deltas of the rows that were touched.
 
     The first save encodes the live tables while the training waits; with ``reads_live`` the training goes on meanwhile.
+    ``every_steps`` and ``overhead`` are the manager's.
     """
 
-    def __init__(self, bits: AffineBits | None, *, reads_live: bool = False) -> None:
+    def __init__(
+        self, bits: AffineBits | None, *, reads_live: bool = False, every_steps: int | Literal["auto"] | None = None,
+        overhead: float | None = None,
+    ) -> None:  # fmt: skip
         self.name = f"cnr_store{' (reads live)' if reads_live else ''}, {'exact' if bits is None else f'{bits}-bit'}"
         self.options = TableOptions.exact() if bits is None else TableOptions(bits=bits)
-        self.reads_live = reads_live
+        self.reads_live, self.every_steps, self.overhead = reads_live, every_steps, overhead
         self.manager: CheckpointManager | None = None
 
-    def open(self, place: Place, trainee: Trainee, url: str | None = None) -> None:
+    def open(self, place: Place, trainee: TrainingState, url: str | None = None) -> None:
         """Make a manager of a new store, or of the one that is there."""
         super().open(place, trainee)
         self.url = self.url if url is None else url
@@ -288,7 +292,10 @@ class Cnr(_Saved):
             model=self.trainee.model,
             optimizer=self.trainee.optimizers,
             options=self.options,
-            save_policy=SavePolicy(first_baseline="live" if self.reads_live else "stall", rng=False),
+            every_steps=self.every_steps,
+            save_policy=SavePolicy(
+                first_baseline="live" if self.reads_live else "stall", overhead=self.overhead, rng=False
+            ),
             tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
             store_options=StoreOptions(storage_options=self.place.options or None),
         )
@@ -297,6 +304,7 @@ class Cnr(_Saved):
     def touch(self, share: float) -> None:
         """Move rows and mark them."""
         assert self.manager is not None
+        assert isinstance(self.trainee, Trainee)
         for table, rows in self.trainee.touch(share).items():
             self.manager.tracker.mark(table, rows)
         self.manager.step()
