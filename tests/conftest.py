@@ -32,5 +32,6 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def launcher() -> Iterator[Launcher]:
     """Runs programs that train, in forks of a process that has imported and loaded what they need."""
-    with closing(Launcher("tests.support.warm_training", "cnr_store.changes", "cnr_store.serving")) as started:
+    rooms = (f"cnr_store.{name}" for name in ("changes", "communication", "integrations.dcp", "serving"))
+    with closing(Launcher("tests.support.warm_training", "hypothesis", "pytest", *rooms)) as started:
         yield started

@@ -1,10 +1,10 @@
-"""Programs of several ranks under gloo, forked from one process that has imported torch."""
+"""Programs of several ranks under gloo, forked from one process that has imported torch and trained."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,6 @@ from tests.support.launcher import Launcher, Program
 _RUN = "import sys; from tests.communication.rank import main; main(*sys.argv[1:])"
 
 RunRanks = Callable[..., list[Any]]
-
-
-@pytest.fixture(scope="session")
-def launcher() -> Iterator[Launcher]:
-    started = Launcher("torch.distributed", "torch.nn.parallel", "cnr_store.training", "cnr_store.communication")
-    yield started
-    started.close()
 
 
 @pytest.fixture

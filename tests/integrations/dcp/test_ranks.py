@@ -2,62 +2,30 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.integrations.dcp.scenarios import SCENARIOS
+from tests.support.launcher import Launcher, Program
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 PROCESSES = 4
 PATIENCE_S = 600
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(PATIENCE_S + 60)]  # the first test waits for all scenarios
 
 
-def run_all(folder: Path) -> list[dict[str, str]]:
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory, launcher: Launcher) -> list[dict[str, str]]:
     """Results of all processes: scenario to what failed."""
-    paths = os.pathsep.join(str(REPOSITORY / part) for part in ("", "gpu", "tools"))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.integrations.dcp.worker", str(rank), str(folder)],
-            cwd=REPOSITORY,
-            env=os.environ | {"PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(PROCESSES)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    files = [folder / f"rank{rank}.json" for rank in range(PROCESSES)]
-    return [
-        json.loads(file.read_text()) if file.exists() else {"": output}
-        for file, output in zip(files, outputs, strict=True)
-    ]
-
-
-@pytest.fixture(scope="session")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """The results; workers of pytest-xdist share one run."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "dcp"
-    folder.mkdir(exist_ok=True)
-    results = folder / "results.json"
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not results.exists():
-            results.write_text(json.dumps(run_all(folder)))
-    return json.loads(results.read_text())  # type: ignore[no-any-return]
+    folder = tmp_path_factory.mktemp("dcp")
+    run = "import sys, tests.integrations.dcp.worker as worker; worker.main(int(sys.argv[1]), sys.argv[2])"
+    ranks = [Program(["-c", run, str(rank), str(folder)]) for rank in range(PROCESSES)]
+    results = []
+    for rank, ended in enumerate(launcher.run(*ranks, folder=folder, timeout_s=PATIENCE_S)):
+        file = folder / f"rank{rank}.json"
+        results.append(json.loads(file.read_text()) if file.exists() else {"": ended.stdout + ended.stderr})
+    return results
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

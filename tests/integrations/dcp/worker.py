@@ -1,7 +1,4 @@
-"""One process of the tests of several ranks: 1, 2, 4, 2 and 1 ranks one after the other, each of all scenarios::
-
-python -m tests.integrations.dcp.worker RANK FOLDER
-"""
+"""One process of the tests of several ranks: 1, 2, 4, 2 and 1 ranks one after the other, each of all scenarios."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import datetime as dt
 import json
 import logging
 import os
-import sys
 import traceback
 import warnings
 from pathlib import Path
@@ -23,8 +19,9 @@ WORLDS = (1, 2, 4, 2, 1)
 """Up and down again, so that what any number of ranks has saved is loaded by any other number."""
 
 
-def main(rank: int, folder: Path) -> None:
+def main(rank: int, results: str) -> None:
     """Run the scenarios of every world that has this rank, and write what failed."""
+    folder = Path(results)
     warnings.simplefilter("ignore")
     warnings.filterwarnings("error", module="cnr_store")
     torch.set_num_threads(1)
@@ -53,7 +50,3 @@ def run_one(name: str, run: object, place: Place, problems: dict[str, str]) -> N
         problems[name] = f"rank {place.rank} of {place.world}:\n{traceback.format_exc()}"
         (place.folder / f"rank{place.rank}.json").write_text(json.dumps(problems))
         os._exit(0)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -6,6 +6,7 @@ import importlib.util
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,8 @@ PROGRAM = "accelerate_program.py"
 
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[Launcher]:
-    launcher = Launcher("accelerate", "cnr_store.training", "torchdata.stateful_dataloader")
-    yield launcher
-    launcher.close()
+    with closing(Launcher("tests.support.warm_training", "cnr_store.integrations.accelerate")) as started:
+        yield started
 
 
 def test_an_accelerate_training_killed_with_sigkill_resumes_bit_equal(launcher: Launcher, tmp_path: Path) -> None:
