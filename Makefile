@@ -64,9 +64,9 @@ redis:
 	  && { apt-get install -y -qq redis-server || { apt-get update -qq && apt-get install -y -qq redis-server; }; } > /dev/null 2>&1; } \
 	  || echo "warning: redis-server is not installed (Debian: apt-get install redis-server); its tests will be skipped" >&2
 
-# TorchRec and Lightning warn while they are imported, and a warning is an error here: tests run them in processes of their own.
+# TorchRec, Lightning and torchtnt warn while they are imported, and a warning is an error here: tests run them in processes of their own.
 test: check azurite redis
-	$(BIN)/python -m pytest -q --doctest-modules --doctest-ignore-import-errors --ignore cnr_store/integrations/torchrec --ignore cnr_store/integrations/lightning.py cnr_store
+	$(BIN)/python -m pytest -q --doctest-modules --doctest-ignore-import-errors --ignore cnr_store/integrations/torchrec --ignore cnr_store/integrations/lightning.py --ignore cnr_store/integrations/torchtnt.py cnr_store
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests
 
 # An environment for each. CI=: here torch may be another build than the pinned one; the set-up warns.

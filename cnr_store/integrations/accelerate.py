@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Unpack
 
-from cnr_store.errors import BadInput, MissingDependency, Unsupported
-from cnr_store.integrations.frameworks import ManagerOptions
+from cnr_store.errors import BadInput, Unsupported
+from cnr_store.integrations.frameworks import ManagerOptions, missing_framework
 from cnr_store.store import Store
 from cnr_store.training import CheckpointManager
 from cnr_store.training.reader import Stateful, resume
@@ -30,10 +30,7 @@ try:
     from accelerate import Accelerator
     from accelerate.data_loader import DataLoaderShard
 except ImportError as error:
-    raise MissingDependency(
-        'the manager for Accelerate needs a package that is not installed; pip install "cnr-store[frameworks]"',
-        found="accelerate",
-    ) from error
+    raise missing_framework("manager for Accelerate", "accelerate") from error
 
 __all__ = ["checkpoint_manager"]
 
@@ -84,6 +81,20 @@ def checkpoint_manager(
     Unsupported
         The accelerator shards the model (FSDP, DeepSpeed; use `cnr_store.integrations.dcp`), or rank 0 reads for all.
     """
+    reader = None if loader is None else _PreparedLoader(loader)
+    return manager_of(accelerator, store, reader, extras or {}, options)
+
+
+def manager_of(
+    accelerator: Accelerator, store: str | Store, reader: Stateful | None, extras: Mapping[str, Stateful],
+    options: ManagerOptions,
+) -> CheckpointManager:  # fmt: skip
+    """Return a manager of what an accelerator has prepared, with a ``reader`` of the caller's; see above.
+
+    Raises
+    ------
+    BadInput, Unsupported
+    """
     kind = str(accelerator.distributed_type.value)
     if kind not in _PLAIN:
         raise Unsupported(
@@ -104,7 +115,7 @@ def checkpoint_manager(
         found["scaler"] = accelerator.scaler
     return CheckpointManager(
         store, model=accelerator.unwrap_model(models[0]), optimizer=list(accelerator._optimizers),
-        reader=None if loader is None else _PreparedLoader(loader), extras={**found, **(extras or {})}, **options,
+        reader=reader, extras={**found, **extras}, **options,
     )  # fmt: skip
 
 

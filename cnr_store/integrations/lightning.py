@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any
 
-from cnr_store.errors import BadInput, MissingDependency, Unsupported
-from cnr_store.integrations.frameworks import ManagerOptions, save_last
-from cnr_store.store import Store
-from cnr_store.training import CheckpointManager, RestoredState
-from cnr_store.training.reader import Stateful, check_stateful, resume
+from cnr_store.errors import BadInput, Unsupported
+from cnr_store.integrations.frameworks import TrainingInStore, missing_framework
+from cnr_store.training import CheckpointManager
+from cnr_store.training.reader import check_stateful, resume
 
 try:
     from lightning.fabric.utilities.data import _set_sampler_epoch
@@ -30,10 +28,7 @@ try:
     from lightning.pytorch.callbacks import Checkpoint
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 except ImportError as error:
-    raise MissingDependency(
-        'the callback for Lightning needs a package that is not installed; pip install "cnr-store[frameworks]"',
-        found="lightning",
-    ) from error
+    raise missing_framework("callback for Lightning", "lightning") from error
 
 __all__ = ["CnrCheckpoint"]
 
@@ -44,29 +39,14 @@ _LOADERS = "combined_loader"
 """Where the state of the fit loop has the loaders' states; they differ by rank, the rest does not."""
 
 
-class CnrCheckpoint(Checkpoint):
+class CnrCheckpoint(TrainingInStore, Checkpoint):
     """Saves a Lightning training to a store, and goes on from what the store holds when `Trainer.fit` begins.
 
     A checkpoint has the module with optimizers and table slots, the position of the loops and of the loaders, learning
     rate schedulers, the scaler of mixed precision, random generators of each rank, the states of other callbacks and of
     a data module, and what the module's ``on_save_checkpoint`` adds. A step is counted when the optimizers have
     stepped, so accumulated batches count once. The end of a training, and SIGTERM as Lightning handles it, save too.
-
-    Parameters
-    ----------
-    store
-        URL (created if there is no store) or an open `Store`.
-    extras
-        As for `CheckpointManager`, besides what the trainer has.
-    **options
-        ``every_steps``, ``options``, ``save_policy`` and what else a `CheckpointManager` takes.
-
-    Attributes
-    ----------
-    manager
-        The `CheckpointManager` while a training runs, else None.
-    restored
-        What the last training went on from, None where the store was empty.
+    Parameters and attributes are those of `TrainingInStore`.
 
     Raises
     ------
@@ -76,13 +56,6 @@ class CnrCheckpoint(Checkpoint):
     Unsupported
         In `Trainer.fit`: a strategy that shards the model (FSDP, DeepSpeed); use `cnr_store.integrations.dcp`.
     """
-
-    def __init__(
-        self, store: str | Store, *, extras: Mapping[str, Stateful] | None = None, **options: Unpack[ManagerOptions]
-    ) -> None:
-        self.manager: CheckpointManager | None = None
-        self.restored: RestoredState | None = None
-        self._store, self._extras, self._options = store, dict(extras or {}), options
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach to the model and restore; optimizers exist, and the loops have not begun."""
@@ -101,11 +74,11 @@ class CnrCheckpoint(Checkpoint):
                 found=trainer.ckpt_path,
             )
         self._loaders = _TrainLoaders(trainer)
-        self.manager = CheckpointManager(
+        manager = CheckpointManager(
             self._store, model=pl_module, optimizer=trainer.optimizers, reader=self._loaders,
             extras={"lightning": _TrainerState(trainer, self), **self._extras}, **self._options,
         )  # fmt: skip
-        self.restored = self.manager.restore()
+        self._begin(manager)
 
     def on_train_start(self, trainer: Trainer, *_: Any) -> None:
         """Check the loaders, which Lightning has made by now."""
@@ -130,30 +103,28 @@ class CnrCheckpoint(Checkpoint):
         """
         epoch = trainer.fit_loop.epoch_loop
         if not (epoch._num_ready_batches_reached() or epoch._should_check_val_fx(trainer.fit_loop._data_fetcher)):
-            self._count(trainer)
+            self._count_step(trainer)
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
         """Count the step before a validation within an epoch."""
         if self.manager is None or trainer.sanity_checking:
             return
         if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
-            self._count(trainer)
+            self._count_step(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
         """Count the last step of an epoch; save it if SIGTERM has come, for Lightning cannot go on from behind here."""
-        self._count(trainer)
-        if self.manager is not None and trainer.received_sigterm and trainer.world_size == 1:
-            save_last(self.manager, self.restored)
+        self._count_step(trainer)
+        if trainer.received_sigterm and trainer.world_size == 1:
+            self._save_last()
 
-    def _count(self, trainer: Trainer) -> None:
-        manager = self.manager
-        if manager is not None and trainer.global_step != manager.current_step and manager.step(trainer.global_step):
+    def _count_step(self, trainer: Trainer) -> None:
+        if self._count(trainer.global_step):
             trainer.should_stop = True
 
     def on_train_end(self, *_: Any) -> None:
         """Save the last state, unless it is saved."""
-        if self.manager is not None:
-            save_last(self.manager, self.restored)
+        self._save_last()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
         """Save if Lightning ends the training because of SIGTERM; let go of the model."""
@@ -164,8 +135,7 @@ class CnrCheckpoint(Checkpoint):
             if isinstance(exception, SIGTERMException):
                 self._save_at_signal(trainer, manager)
         finally:
-            self.manager = None
-            manager.__exit__(type(exception), exception, exception.__traceback__)
+            self._let_go(exception)
 
     def _save_at_signal(self, trainer: Trainer, manager: CheckpointManager) -> None:
         epoch = trainer.fit_loop.epoch_loop
@@ -173,14 +143,12 @@ class CnrCheckpoint(Checkpoint):
             if manager.last_save is None or manager.last_save.step != trainer.global_step:
                 logger.warning("SIGTERM came where no training can go on: step %d is not saved", trainer.global_step)
             return
-        self._count(trainer)
-        save_last(manager, self.restored)
+        self._count_step(trainer)
+        self._save_last()
 
     def teardown(self, *_: Any, **__: Any) -> None:
         """Wait for the save under way, and let go of the model."""
-        manager, self.manager = self.manager, None
-        if manager is not None:
-            manager.close()
+        self._let_go()
 
 
 class _TrainerState:

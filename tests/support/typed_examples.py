@@ -16,6 +16,7 @@ READERS_OWN = {
     "model": "model: torch.nn.Module",
     "optimizer": "optimizer: torch.optim.Optimizer",
     "loader": "loader: StatefulDataLoader[Any]",
+    "unit": "unit: Any",
     "dataset": "dataset: torch.utils.data.Dataset[Any]",
     "batches": "batches: Iterable[Any]",
     "train_step": "def train_step(*given: Any) -> torch.Tensor: return torch.zeros(1)",

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import uuid
-import warnings
 from typing import Any
 
 import torch
@@ -15,7 +11,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cnr_store import TableOptions
 from cnr_store.integrations.accelerate import checkpoint_manager
-from tests.integrations.frameworks.trained import Killed, Samples, digests, join_ranks, kill, loss_of, new_model
+from tests.integrations.frameworks.trained import Samples, digests, kill, loss_of, main, new_model
 
 
 class Counter:
@@ -71,32 +67,5 @@ def train(
     }  # fmt: skip
 
 
-def differing(after: list[int], **options: Any) -> list[Any]:
-    """Which trainings that are killed after such a step and resumed differ from one that nobody killed; [] is right."""
-    expected = train(f"memory://{uuid.uuid4()}", **options)
-    found = []
-    for kill_at in after:
-        store = f"memory://{uuid.uuid4()}"
-        try:
-            train(store, every=1, kill_at=kill_at, **options)
-        except Killed:
-            pass
-        resumed = train(store, **options)
-        if resumed != {**expected, "restored": kill_at}:
-            found.append([kill_at, resumed["restored"], [name for name in expected if expected[name] != resumed[name]]])
-    return found
-
-
-def main(given: dict[str, Any]) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    join_ranks(given.get("ranks", ""))
-    if "sweep" in given:
-        result: Any = [differing(**one) for one in given["sweep"]]
-    else:
-        result = train(**given)
-    print(json.dumps(result))  # noqa: T201
-
-
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(train)

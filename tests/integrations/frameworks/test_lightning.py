@@ -47,7 +47,7 @@ def test_lightning_resumes_bit_equal_around_epochs_and_validations(launcher: Lau
         {"after": [5], "workers": 1},
     ]
 
-    assert run(launcher, tmp_path, PROGRAM, sweep=sweep) == [[]]
+    assert run(launcher, tmp_path, PROGRAM, sweep=sweep) == [[[]] * len(sweep)]
 
 
 def test_two_ranks_of_lightning_resume_bit_equal(launcher: Launcher, tmp_path: Path) -> None:

@@ -6,6 +6,10 @@ import hashlib
 import json
 import os
 import signal
+import sys
+import uuid
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +92,46 @@ def join_ranks(folder: str) -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}", rank=int(os.environ["RANK"]), world_size=world)
+
+
+def continued(expected: dict[str, Any], step: int) -> dict[str, Any]:
+    """What a training prints that resumed at a step, if it continued as the ``expected`` one, which nobody killed."""
+    later = {**expected, "restored": step}
+    if "losses" in expected:
+        later["losses"] = {at: loss for at, loss in expected["losses"].items() if int(at) > step}
+    return later
+
+
+def differing(train: Callable[..., dict[str, Any]], after: list[int], **options: Any) -> list[Any]:
+    """Which trainings that are killed after such a step and resumed differ from one that nobody killed; [] is right."""
+    expected = train(f"memory://{uuid.uuid4()}", **options)
+    found = []
+    for kill_at in after:
+        store = f"memory://{uuid.uuid4()}"
+        try:
+            train(store, every=1, kill_at=kill_at, **options)
+        except Killed:
+            pass
+        resumed, right = train(store, **options), continued(expected, kill_at)
+        if resumed != right:
+            found.append([kill_at, resumed["restored"], [name for name in right if right[name] != resumed[name]]])
+    return found
+
+
+def main(train: Callable[..., dict[str, Any]]) -> None:
+    """Train as the JSON document asks that this program was given, and print what ``train`` returns.
+
+    With ``sweep``, a list of the arguments of `differing`, print what that returns for each.
+    """
+    given = json.loads(sys.argv[1])
+    warnings.simplefilter("ignore")  # advice of the frameworks about workers, loggers and short epochs
+    torch.set_num_threads(1)
+    join_ranks(given.get("ranks", ""))
+    if "sweep" in given:
+        result: Any = [differing(train, **one) for one in given["sweep"]]
+    else:
+        result = train(**given)
+    print(json.dumps(result))  # noqa: T201
 
 
 def programs(file: str, arguments: dict[str, Any], ranks: int = 1) -> list[Program]:
