@@ -318,16 +318,17 @@ def check_dense_dtype(name: str, dtype: np.dtype[Any], logical: str | None) -> N
     ------
     BadDtype
     """
-    if dtype.name not in _DENSE_DTYPES:
+    held = dtype.name  # numpy computes it at each call
+    if held not in _DENSE_DTYPES:
         raise BadDtype(
             f"dense tensor {name!r} has dtype {dtype}, which a store cannot hold; use one of {sorted(_DENSE_DTYPES)}",
-            expected=sorted(_DENSE_DTYPES), found=dtype.name,
+            expected=sorted(_DENSE_DTYPES), found=held,
         )  # fmt: skip
-    stored = _CARRIERS.get(logical, logical) if logical is not None else dtype.name
-    if stored != dtype.name:
+    stored = held if logical is None else _CARRIERS.get(logical, logical)
+    if stored != held:
         raise BadDtype(
             f"dense tensor {name!r} is named {logical} and held in {dtype}, expected {stored}",
-            expected=stored, found=dtype.name,
+            expected=stored, found=held,
         )  # fmt: skip
 
 

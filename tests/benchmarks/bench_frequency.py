@@ -2,7 +2,7 @@
 
 ``python tests/benchmarks/bench_frequency.py [--models trace,zipf300] [--places disk,1] [--divided-by 1] [--quick]``:
 models that are trained for real. Each round, `torch.save` and `dcp.async_save` with a kept stager save once, the store
-after 1, 8, 64 and 512 steps and with all rows touched. Then the same training runs without a manager, with one that
+after 1, 8, 64 and 256 steps and with all rows touched. Then the same training runs without a manager, with one that
 never saves, one that saves after every step, and one with ``every_steps="auto"``, in turn.
 """
 
@@ -15,7 +15,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -50,12 +50,12 @@ class Size:
 
     intervals: tuple[int, ...]
     repeats: int
-    block_steps: int
+    block_s: float
     divided_by: int
 
 
-FULL = Size((1, 8, 64, 512), 3, 400, 1)
-QUICK = Size((1, 8), 1, 20, 200)
+FULL = Size((1, 8, 64, 256), 3, 5.0, 1)
+QUICK = Size((1, 8), 1, 0.3, 1000)
 
 Rounds = dict[str, list[dict[float, Cost]]]
 """By who saves: for each round, the cost by the steps since the save before."""
@@ -225,7 +225,9 @@ class Side:
         return 0 if self.store is None or self.store.manager is None else len(self.store.manager.history)
 
 
-def measure_training(report: harness.Report, what: str, place: Place, make: Callable[[], Trained], size: Size) -> None:
+def measure_training(
+    report: harness.Report, what: str, place: Place, make: Callable[[], Trained], block: int, repeats: int
+) -> None:
     """Run the sides in turn and report steps per second of each, and what saves take of them."""
     stores = {
         "no manager": None,
@@ -240,10 +242,10 @@ def measure_training(report: harness.Report, what: str, place: Place, make: Call
                 side.store.open(place, side.training.state)
             _warm_up(side)
         before = {name: side.saves() for name, side in sides.items()}
-        found = harness.alternating(
-            {name: partial(side.block, size.block_steps) for name, side in sides.items()}, size.repeats
+        found = harness.alternating({name: partial(side.block, block) for name, side in sides.items()}, repeats)
+        _report_training(
+            report, what, block, found, {name: side.saves() - before[name] for name, side in sides.items()}
         )
-        _report_training(report, what, size, found, {name: side.saves() - before[name] for name, side in sides.items()})
         auto = list(sides.values())[-1].store
         assert auto is not None
         assert auto.manager is not None
@@ -272,7 +274,7 @@ TRAINING_COLUMNS = (
 
 
 def _report_training(
-    report: harness.Report, what: str, size: Size, found: Mapping[str, harness.Timings], saves: Mapping[str, int]
+    report: harness.Report, what: str, block: int, found: Mapping[str, harness.Timings], saves: Mapping[str, int]
 ) -> None:
     reference = found["never saves"]
     rows: list[list[harness.Cell]] = []
@@ -281,9 +283,9 @@ def _report_training(
             statistics.median(100 * (a / b - 1) for a, b in zip(mine, theirs, strict=True))
             for mine, theirs in ((timings.wall, reference.wall), (timings.cpu, reference.cpu))
         ]
-        apart = size.block_steps * size.repeats / max(1, saves[name])
+        apart = block * len(timings.wall) / max(1, saves[name])
         rows.append([
-            name, size.block_steps / statistics.median(timings.wall), size.block_steps / statistics.median(timings.cpu),
+            name, block / statistics.median(timings.wall), block / statistics.median(timings.cpu),
             f"{lost[0]:.1f}%", f"{lost[1]:.1f}%", 3600 * saves[name] / sum(timings.wall),
             f"{2 * apart:.0f} steps" if saves[name] else "everything",
         ])  # fmt: skip
@@ -292,7 +294,7 @@ def _report_training(
             report.add(f"{what}: auto, lost time", lost[0], unit="%", goal=100 * AUTO)
             report.add(f"{what}: auto, lost CPU time", lost[1], unit="%", goal=100 * AUTO)
     report.table(
-        f"Training, {what}: blocks of {size.block_steps} steps in turn", TRAINING_COLUMNS, rows,
+        f"Training, {what}: blocks of {block} steps in turn", TRAINING_COLUMNS, rows,
         "Lost against a manager that never saves: medians of the blocks' ratios. A crash loses what was trained since "
         "the step of the last committed save: the interval until the next one, and the steps while that is written.",
     )  # fmt: skip
@@ -306,10 +308,9 @@ def main() -> None:
     parser.add_argument("--divided-by", type=int, help="how many times fewer rows than zipf300 has")
     options = parser.parse_args()
     size = QUICK if options.quick else FULL
-    size = Size(size.intervals, options.repeats, size.block_steps, options.divided_by or size.divided_by)
-    steps = 2 * max(size.block_steps, sum(size.intervals))
+    size = replace(size, repeats=options.repeats, divided_by=options.divided_by or size.divided_by)
     makers: dict[str, Callable[[], Trained]] = {
-        "trace": partial(TrainedTrace, steps),
+        "trace": partial(TrainedTrace, 2 * sum(size.intervals)),
         "zipf300": lambda: TrainedTables(named_model("zipf300/rowwise_adagrad", size.divided_by)),
     }
     report = harness.Report(f"saves per hour at {SHARE:.0%} of throughput, {BITS}-bit quality")
@@ -327,7 +328,8 @@ def main() -> None:
                 measure_saves(place, training, QUICK)  # imports, compiled code and connections are there from then on
                 rounds, taken = measure_saves(place, training, size)
                 report_saves(report, what, rounds, taken, training.state.size_bytes)
-                measure_training(report, what, place, makers[model], size)
+                block = max(3, round(size.block_s / statistics.median(taken.wall)))
+                measure_training(report, what, place, makers[model], block, size.repeats)
     report.note(PUBLISHED)
     report.finish(options.json)
 

@@ -58,7 +58,7 @@ def test_costs_without_an_end_are_refused() -> None:
 
 def test_a_small_run_reports_saves_and_trainings(tmp_path: Path) -> None:
     report = harness.Report("frequency")
-    size = bench_frequency.Size((1, 2), 1, 3, 1)
+    size = bench_frequency.Size((1, 2), 1, 0.1, 1)
     place = local_disk(tmp_path)
     training = TrainedTables(SMALL)
 
@@ -74,9 +74,8 @@ def test_a_small_run_reports_saves_and_trainings(tmp_path: Path) -> None:
 
 def test_a_store_saves_in_its_block_as_often_as_it_is_asked_to(tmp_path: Path) -> None:
     report = harness.Report("frequency")
-    size = bench_frequency.Size((1,), 1, 3, 1)
 
-    bench_frequency.measure_training(report, "small", local_disk(tmp_path), lambda: TrainedTables(SMALL), size)
+    bench_frequency.measure_training(report, "small", local_disk(tmp_path), lambda: TrainedTables(SMALL), 3, 1)
 
     (table,) = report.tables
     assert [row[0] for row in table.rows] == [
