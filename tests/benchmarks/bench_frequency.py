@@ -66,7 +66,8 @@ def full_round(make: Callable[[], Peer], place: Place, training: Trained) -> dic
     peer = make()
     peer.open(place, training.state)
     try:
-        return {ALL_ROWS: measured(peer.save)}
+        cost = measured(peer.save)
+        return {ALL_ROWS: replace(cost, size_bytes=peer.size_bytes)}
     finally:
         peer.close()
 
@@ -82,12 +83,18 @@ def store_round(place: Place, training: Trained, intervals: Sequence[int]) -> di
         found: dict[float, Cost] = {}
         for steps in intervals:
             run(training, store, steps)
-            found[steps] = measured(store.save)
+            found[steps] = _saved(store)
         move_all(store)
-        found[ALL_ROWS] = measured(store.save)
+        found[ALL_ROWS] = _saved(store)
         return found
     finally:
         store.close()
+
+
+def _saved(store: Cnr) -> Cost:
+    before = store.size_bytes
+    cost = measured(store.save)
+    return replace(cost, size_bytes=store.size_bytes - before)
 
 
 def run(training: Trained, store: Cnr | None, steps: int) -> None:
@@ -147,7 +154,9 @@ def points(costs: Mapping[float, Cost], account: str) -> list[SavePoint]:
     ]  # fmt: skip
 
 
-SAVE_COLUMNS = ("saved by", "steps since the save before", "stall ms", "CPU ms behind the training", "committed ms")
+SAVE_COLUMNS = (
+    "saved by", "steps since the save before", "kB", "stall ms", "CPU ms behind the training", "committed ms"
+)  # fmt: skip
 NOTE = (
     "Medians. A step takes {step:.1f} ms, {cpu:.1f} ms of CPU time. On a disk everybody fsyncs. Cores to spare: a save "
     "costs its stall. No core to spare: also its CPU time behind the training, second by second. CPU time alone: what "
@@ -165,7 +174,7 @@ def report_saves(report: harness.Report, what: str, rounds: Rounds, steps: harne
     step_s, step_cpu_s = statistics.median(steps.wall), statistics.median(steps.cpu)
     rows: list[list[harness.Cell]] = [
         [
-            name, "all rows" if interval == ALL_ROWS else int(interval), *(
+            name, "all rows" if interval == ALL_ROWS else int(interval), kept[0][interval].size_bytes / 1e3, *(
                 1e3 * statistics.median(found)
                 for found in (
                     [costs[interval].stall_s for costs in kept],
