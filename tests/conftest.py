@@ -14,6 +14,22 @@ from tests.support.launcher import Launcher
 # and take 1 s now. libgomp reads this when torch is imported; the processes that tests start inherit it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# The stores of tests are many small files, each of which is synced: in memory that costs nothing. A full run writes
+# 1.4 GB. Tests of full disks make their own file system, and those of power loss do not need a disk.
+_MEMORY, _ROOM_BYTES = "/dev/shm", 8 << 30
+
+
+def _has_room() -> bool:
+    try:
+        found = os.statvfs(_MEMORY)
+    except (AttributeError, OSError):
+        return False
+    return found.f_bavail * found.f_frsize >= _ROOM_BYTES and not found.f_flag & os.ST_NOEXEC
+
+
+if _has_room():
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", _MEMORY)
+
 pytest_plugins = ["tests.support.servers"]
 
 
