@@ -9,14 +9,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import harness
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from wire_model import BATCH, ClickModel, Clicks, loss_of
+from wire_model import BATCH, ClickModel, Clicks, Samples, loss_of
 
 from cnr_store.communication import Meter
 
@@ -81,20 +81,38 @@ def steps_of_sgd(
     if hook is not None:
         hook.register(wrapped)
     of_dense, of_tables = LEARNING_RATES[clicks.name]
-    optimizers: list[torch.optim.Optimizer] = [
-        instead or torch.optim.SGD(model.dense_parameters(), lr=of_dense),
-        torch.optim.Adagrad([model.tables], lr=of_tables),
-    ]
+    dense = instead or torch.optim.SGD(model.dense_parameters(), lr=of_dense)
+    tables = torch.optim.Adagrad([model.tables], lr=of_tables)
     meter.reset()
-    for step in range(steps):
+    yield from training_steps(clicks, model, wrapped, [dense, tables], seed, range(steps))
+
+
+def training_steps(
+    clicks: Clicks,
+    model: ClickModel,
+    wrapped: DistributedDataParallel,
+    optimizers: Sequence[torch.optim.Optimizer],
+    seed: int,
+    steps: Iterable[int],
+) -> Iterator[tuple[int, float]]:
+    """Train such steps of a run on all ranks, however many; yields each step and this rank's loss."""
+    for step in steps:
         model.zero_grad()
-        loss = loss_of(wrapped, clicks.batch(seed, step * WORLD + dist.get_rank(), BATCH))
+        loss = loss_of(wrapped, own_samples(clicks, seed, step))
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         assert model.tables.grad is not None
-        dist.all_reduce(model.tables.grad.div_(WORLD))
+        dist.all_reduce(model.tables.grad.div_(dist.get_world_size()))
         for optimizer in optimizers:
             optimizer.step()
         yield step, loss.item()
+
+
+def own_samples(clicks: Clicks, seed: int, step: int) -> Samples:
+    """Return this rank's share of the samples of a step; those of all ranks are the same on any number of ranks."""
+    every = [clicks.batch(seed, step * WORLD + number, BATCH) for number in range(WORLD)]
+    shares = (torch.cat(parts).tensor_split(dist.get_world_size()) for parts in zip(*every, strict=True))
+    ids, dense, labels = (share[dist.get_rank()] for share in shares)
+    return ids, dense, labels
 
 
 def without_tables(model: ClickModel, group: dist.ProcessGroup | None = None) -> DistributedDataParallel:
