@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from typing import Any
 
 import harness
 import torch
 import torch.distributed as dist
-from wire_model import BATCH, DIM, FIELDS, GENERATED, ClickModel, loss_of, quality
+from wire_model import BATCH, DIM, FIELDS, GENERATED, ClickModel, Cut, loss_of, quality
 from wire_ranks import WORLD, on_ranks, with_spread
 
 from cnr_store.communication import Meter, TopKActivations
@@ -48,11 +47,11 @@ def model_parallel(report: harness.Report, options: argparse.Namespace) -> None:
     """Bytes against quality at two cuts, for all backward modes."""
     seeds, steps = options.seeds, options.steps
     torch.set_num_threads(1)
-    base = [train_cut("", 1.0, "own", seed, steps) for seed in range(seeds)]
+    base = [train_cut("", None, seed, steps) for seed in range(seeds)]
     losses = [run[0] for run in base]
     rows: list[list[str]] = [["none", "", "1", "1", with_spread(losses), with_spread([run[1] for run in base])]]
     for (place, width, mode, ratio), counted in zip(CUTS, on_ranks(2, "wire_cuts", "count_cuts"), strict=True):
-        runs = [train_cut(place, kept(ratio), mode, seed, steps) for seed in range(seeds)]
+        runs = [train_cut(place, TopKActivations(kept(ratio), mode), seed, steps) for seed in range(seeds)]
         sizes = [f"{4 * width * BATCH / size:.3g}" for size in counted]
         rows.append([place, mode, *sizes, *(with_spread([run[at] for run in runs]) for at in (0, 1))])
         print(*rows[-1], flush=True)
@@ -63,10 +62,10 @@ def model_parallel(report: harness.Report, options: argparse.Namespace) -> None:
     report.table(f"{seeds} seeds, {steps} steps; published: at least 20x without loss", columns, rows)
 
 
-def train_cut(place: str, keep: float, mode: Any, seed: int, steps: int) -> tuple[float, float]:
-    """Return test logloss and AUC of a model that is cut at a place."""
+def train_cut(place: str, cut: Cut | None, seed: int, steps: int) -> tuple[float, float]:
+    """Return test logloss and AUC of a model that is cut at a place, if there is a cut."""
     torch.manual_seed(seed)
-    model = ClickModel(GENERATED, **({place: TopKActivations(keep, mode)} if place else {}))
+    model = ClickModel(GENERATED, **({place: cut} if cut else {}))
     optimizers = [torch.optim.Adagrad([model.tables], lr=0.1), torch.optim.Adam(model.dense_parameters(), lr=2e-3)]
     for step in range(steps):
         model.zero_grad()

@@ -1,4 +1,4 @@
-"""Finds the live shards of a model sharded by TorchRec on this rank, and its lookups.
+"""Finds the live shards of a model sharded by TorchRec on this rank, and its lookups; codecs of its all-to-all.
 
 ```python
 dmp = DistributedModelParallel(model, ...)
@@ -19,6 +19,7 @@ from torch import nn
 from cnr_store.integrations.torchrec.lookups import Tracker, follow
 from cnr_store.integrations.torchrec.optimizers import unwrap
 from cnr_store.integrations.torchrec.shards import Sharded, find_sharded
+from cnr_store.integrations.torchrec.top_k import top_k_codecs
 from cnr_store.training.shards import Handle, LocalShard, ShardingLibrary, register_library
 
 
@@ -32,4 +33,4 @@ def _follow(model: nn.Module, tracker: Tracker) -> list[Handle]:
 
 register_library("torchrec", ShardingLibrary(find=_find, follow=_follow, unwrap=unwrap))
 
-__all__ = ["Sharded", "Tracker", "find_sharded", "follow", "unwrap"]
+__all__ = ["Sharded", "Tracker", "find_sharded", "follow", "top_k_codecs", "unwrap"]

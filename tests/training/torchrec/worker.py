@@ -12,17 +12,18 @@ import logging
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 with warnings.catch_warnings():  # fbgemm's own modules warn while they are imported
     warnings.simplefilter("ignore")
     import torchrec
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
-    from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan
-    from torchrec.distributed.types import ShardingPlan
+    from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, table_wise
+    from torchrec.distributed.types import ShardingEnv, ShardingPlan
     from torchrec.optim.keyed import CombinedOptimizer
     from torchrec.optim.warmup import WarmupOptimizer, WarmupStage
 
@@ -33,14 +34,16 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import nn
 
-from cnr_store.errors import BadInput, Unsupported
-from cnr_store.integrations.torchrec import find_sharded
+from cnr_store.communication import Meter, TopKActivations
+from cnr_store.errors import BadInput, BadShape, Unsupported
+from cnr_store.integrations.torchrec import find_sharded, top_k_codecs
 from cnr_store.training.shards import LocalShard, find_shards, follow_lookups, plain_optimizers, watched_shard
 from cnr_store_gpu import Movement, RowBitmap, RowTracker
 from tests.training.torchrec.models import (
     SHARDINGS,
     Built,
     Model,
+    ModelSpec,
     Piece,
     Sharding,
     TableSpec,
@@ -458,6 +461,84 @@ def unsharded_collections_are_plain_models(rank: int, world: int) -> None:
     for name in names:
         changed = changed_rows({"weight": before[name]}, {"weight": model.state_dict()[name]})
         assert set(taken[name].row_ids.tolist()) == changed
+
+
+TOP_K_TABLES = (TableSpec("t0", 30, 8, ("f0",)), TableSpec("t1", 20, 16, ("f1",)), TableSpec("t2", 9, 16, ("f0",)))
+
+
+def sharded_bags(codecs: Any, world: int, group: dist.ProcessGroup) -> tuple[nn.Module, nn.Module]:
+    """A collection whose tables are on one rank each, or on two by columns; the same without shards."""
+    generator = torch.Generator().manual_seed(3)
+    whole = pooled(TOP_K_TABLES)
+    for parameter in whole.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    ways = {
+        "t0": table_wise(0, compute_kernel="fused"),
+        "t1": table_wise(world - 1, compute_kernel="fused"),
+        "t2": column_wise([0, world - 1], compute_kernel="fused"),
+    }
+    fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.5}
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused, qcomm_codecs_registry=codecs)
+    plan = construct_module_sharding_plan(
+        whole, ways, local_size=world, world_size=world, device_type="cpu", sharder=sharder
+    )
+    sharded = DistributedModelParallel(
+        nn.ModuleDict({"bags": pooled(TOP_K_TABLES)}), env=ShardingEnv.from_process_group(group),
+        device=torch.device("cpu"), plan=ShardingPlan({"bags": plan}), sharders=[sharder],
+    ).module["bags"]  # fmt: skip
+    for shard, part in parts_of_shards(sharded, dict(whole.named_parameters())):
+        shard.copy_(part)
+    return sharded, whole
+
+
+def parts_of_shards(
+    sharded: nn.Module, whole: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each shard of this rank beside the same part of the whole table."""
+    for name, table in sharded.state_dict().items():
+        for shard in table.local_shards():
+            row, column = shard.metadata.shard_offsets
+            rows, columns = shard.tensor.shape
+            yield shard.tensor, whole[name].detach()[row : row + rows, column : column + columns]
+
+
+@check(2, 4)
+def only_the_largest_pooled_values_are_exchanged(rank: int, world: int) -> None:
+    width, dim = sum(table.dim for table in TOP_K_TABLES), 8
+    batch = random_batch(ModelSpec({"bags": TOP_K_TABLES}, ("f0", "f1")), 5, rank=rank)
+    upstream = torch.randn(4, width, generator=torch.Generator().manual_seed(rank))
+    pushed = {}
+    for keep, mode in ((1.0, "own"), (0.25, "own"), (0.25, "whole"), (None, "own")):
+        layer = TopKActivations(keep or 1.0, mode)
+        meter = Meter()
+        sharded, whole = sharded_bags(top_k_codecs(layer, dim) if keep else None, world, meter.group())
+        reference, found = whole(batch), sharded(batch)
+        outputs = torch.cat([found[key] for key in reference.keys()], dim=1)  # noqa: SIM118
+        meter.reset()
+        expected = layer(reference.values().view(-1, dim)).view(-1, width)
+        torch.testing.assert_close(outputs, expected)
+        outputs.backward(upstream)
+        expected.backward(upstream)
+        pushed[keep, mode] = meter.by_collective["all_to_all"].pushed_bytes
+        trained = {}
+        for name, parameter in whole.named_parameters():
+            dist.all_reduce(parameter.grad)
+            trained[name] = parameter - 0.5 * parameter.grad / world
+        for shard, part in parts_of_shards(sharded, trained):
+            torch.testing.assert_close(shard, part)
+    dense = pushed[None, "own"]
+    assert pushed[1.0, "own"] * 4 == dense * 5  # 5 bytes for each of all values
+    assert pushed[0.25, "own"] * 16 == dense * 5
+    assert pushed[0.25, "whole"] == dense
+
+
+@check(1)
+def codecs_of_largest_values_refuse_what_they_cannot_do(rank: int, world: int) -> None:
+    with pytest.raises(BadInput, match="use 'own' or 'whole'"):
+        top_k_codecs(TopKActivations(0.5, "mask"), 8)
+    (codecs,) = top_k_codecs(TopKActivations(0.5), 8).values()
+    with pytest.raises(BadShape, match="dim=8 must divide"):
+        codecs.forward.padded_size(torch.zeros(2, 8), [8, 12], 0, None)
 
 
 def main(rank: int, world: int, rendezvous: str, result: str) -> None:
