@@ -305,7 +305,7 @@ def _walk_greedily(
     `errors` (steps + 1, LANES) gets the least error up to each step, in units of the squared width, up to the returned
     step; nothing if it has no rows.
     """
-    keeps_errors = errors.shape[0] > 0
+    keeps_errors = errors.shape[0] > 0  # a loop each: to compile assignments of slices takes two seconds
     _range_error(tile, _ZERO, path[0, 1], max_code, lane[_ERROR])
     for r in range(LANES):
         lane[_BEST_ERROR, r] = lane[_ERROR, r] * (path[0, 0] * path[0, 0])
@@ -314,7 +314,8 @@ def _walk_greedily(
         lane[_RAISED, r] = _ZERO
         lane[_ZERO_LOW, r] = _ZERO
     if keeps_errors:
-        errors[0] = lane[_BEST_ERROR]
+        for r in range(LANES):
+            errors[0, r] = lane[_BEST_ERROR, r]
     for k in range(1, path.shape[0]):
         if k % _STEPS_BETWEEN_BOUNDS == 0:
             for r in range(LANES):
@@ -334,7 +335,8 @@ def _walk_greedily(
                 lane[_BEST_SCALE, r] = scale
                 lane[_BEST_ZERO, r] = low
         if keeps_errors:
-            errors[k] = lane[_BEST_ERROR]
+            for r in range(LANES):
+                errors[k, r] = lane[_BEST_ERROR, r]
     last: int = path.shape[0] - 1
     return last
 

@@ -159,6 +159,12 @@ def choose_scale(sample: Float32s, precision: Precision) -> float:
     return scale
 
 
+def warmup() -> None:
+    """Compile (or load) the kernels of `measure_scale` now: seconds, once per machine. Blocks."""
+    rows = np.eye(2, dtype=np.float32)
+    lattice_row_errors(rows, _scale_for_error(rows, _target_of(rows, 8).mse))
+
+
 def spread_over_cells(rows: Float32s, scale: float, *, seed: int = 0) -> Float32s:
     """Return rows as they may have been before a lattice of this scale rounded them; others as they are.
 

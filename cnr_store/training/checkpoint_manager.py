@@ -37,7 +37,7 @@ from cnr_store.training.survivor import Survivor, survivor_of
 from cnr_store.training.training_writer import TrainingWriter, open_or_create
 from cnr_store.types import JsonValue, SlotsRule
 from cnr_store.write.table_options import TableOptions
-from cnr_store_gpu import RowTracker, warmup
+from cnr_store_gpu import RowTracker
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,6 @@ class CheckpointManager:
             model, optimizer, reader, extras or {}, communication, options, ranks,
             tracking=tracking, precision=precision, store_options=store_options,
         )  # fmt: skip
-        warmup()  # compiled code is loaded now, rather than in the stall of the first save
         try:
             chain = new_chain_state(training, precision)
             self._position = position = TrainingPosition(reader)

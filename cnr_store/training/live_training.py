@@ -9,10 +9,12 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
 from cnr_store.communication.state import CommunicationState
+from cnr_store.encodings import scale
 from cnr_store.errors import BadInput
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.training.communication_state import checked_communication
@@ -46,8 +48,10 @@ from cnr_store.training.state import (
 )
 from cnr_store.training.tensors import table_dtype_name
 from cnr_store.write.mirrors import MirrorMode, check_mirror_folder
+from cnr_store.write.schema_choice import encoding_name
 from cnr_store.write.table_options import TableOptions
-from cnr_store_gpu import RowTracker, WatchedShard, kernels
+from cnr_store_gpu import RowTracker, WatchedShard, kernels, warmup
+from cnr_store_gpu.small_copies import gather_parts
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +166,7 @@ def watch_training(
             if shard.table in layers:
                 trackers[0].add_source(shard.name, EveryRow(shard.num_rows))
         lookups.extend(follow_lookups(model, trackers[0]))
-        compile_kernels(shards)
+        compile_kernels(shards, any(encoding_name(by_table[table], one) == "lattice" for table, one in dtypes.items()))
 
     try:
         together(ranks, attach)
@@ -211,11 +215,15 @@ def launches_of(shards: Iterable[LocalShard]) -> dict[torch.device, Launches]:
     }
 
 
-def compile_kernels(shards: Iterable[LocalShard]) -> None:
-    """Compile what the first save would compile in its stall (0.1 to 3 s a kernel, once per machine).
+def compile_kernels(shards: Iterable[LocalShard], chooses_scales: bool) -> None:
+    """Compile what the first saves would compile in their stall (0.1 to 3 s a kernel, once per machine). Blocks.
 
-    Blocks. Nothing is done for tables in host memory, or without triton.
+    Of tables in host memory these are the kernels that find changed rows and, if tables are a lattice, choose a scale.
     """
+    warmup()
+    gather_parts(np.zeros((0, 6), np.int64))
+    if chooses_scales:
+        scale.warmup()
     for device, launches in launches_of(shards).items():
         if device.type == "cuda":
             kernels.warmup(

@@ -200,6 +200,7 @@ def warmup() -> None:
         mark_slices_words(words, np.zeros(1, dtype), np.array([0, 1]), np.zeros(1, np.int64), one)
     mark_parts_words(words, np.zeros((0, 4), np.int64))
     rows_of(words)
+    rows_of_spans(words, np.array([[0, 1]]))
 
 
 @njit(nogil=True)

@@ -59,6 +59,7 @@ def demo_parts(report: DemoReport) -> Iterator[Part]:
         f"fp32 baseline {size_text(report.fp32_bytes)}; {report.seconds:.0f} s"
     )
     yield table("saved before the kill", before, columns)
+    yield "the baseline stalls until whole tables are written; in a new environment it also compiles kernels, once"
     yield f"killed during a save: {kill.objects} objects, {size_text(kill.size_bytes)}, no commit"
     yield (
         f"restored version {report.restored_version}, step {report.restored_step}, in {duration_text(report.restore_s)}"
