@@ -164,6 +164,14 @@ def test_rollback_makes_an_older_state_the_newest(root: Path) -> None:
     assert "version 8 has the state of version 5" in cnr("rollback", root, 5).out
 
 
+def test_the_lines_of_show_before_its_tables_fit_a_narrow_terminal(root: Path) -> None:
+    lines = cnr("show", root, columns=80).out.splitlines()
+
+    assert lines[0] == str(root)
+    assert re.fullmatch(r"version 6 \(tag\), step 40, \d{4}-.*Z, format 1\.\d", lines[1]), lines[1]
+    assert all(len(line) <= 80 for line in lines[1:])
+
+
 def test_version_names_the_package(tmp_path: Path) -> None:
     assert cnr("version", "--json").document["version"] == "0.1.0"
     assert cnr("version").out.startswith("cnr-store 0.1.0")
@@ -223,7 +231,10 @@ def test_names_are_listed_and_given_by_step(root: Path) -> None:
     ]
     assert "by-step" in cnr("tags", root).out
     assert cnr("rollback", root, "--step", "20", "--json").document["target"] == 3
+    assert cnr("fork", root, "named", "--tag", "by-step", "--json").document["version"] == 3
+    assert cnr("rollback", root, "--tag", "by-step", "--json").document["target"] == 3
     assert cnr("rollback", root).code == 4
+    assert cnr("rollback", root, "3", "--tag", "by-step").code == 4
     assert cnr("rollback", root, "3", "--step", "20").code == 4
 
 

@@ -219,12 +219,14 @@ def open_snapshot(
     return store.snapshot(version, step=step, tag=tag, channel=channel)
 
 
-def named_version(store: Store, version: int | None, step: int | None) -> int | None:
-    """Return the version that a command's ``--version`` or ``--step`` names; None for the newest.
+def named_version(store: Store, version: int | None, step: int | None, tag: str | None = None) -> int | None:
+    """Return the version that a command's version, ``--step`` or ``--tag`` names; None for the newest.
 
     Raises
     ------
     BadInput
-        Both are given.
+        More than one is given.
     """
-    return version if step is None else store.snapshot(version, step=step).version
+    if step is None and tag is None:
+        return version
+    return store.snapshot(version, step=step, tag=tag).version

@@ -13,6 +13,7 @@ from cnr_store_tools.options import (
     Json,
     Step,
     StorageOptions,
+    Tag,
     Url,
     Version,
     named_version,
@@ -102,15 +103,16 @@ def rollback(
         int | None, typer.Argument(metavar="[VERSION]", min=0, help="The version whose state becomes the head's.")
     ] = None,
     step: Step = None,
+    tag: Tag = None,
     branch: Branch = None,
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
     """Make an older version's state the newest; nothing is deleted."""
     with open_store(url, storage_option, branch) as store:
-        target = named_version(store, version, step)
+        target = named_version(store, version, step, tag)
         if target is None:
-            raise BadInput("give the version to go back to, or --step")
+            raise BadInput("give the version to go back to, or --step or --tag")
         committed = store.rollback(target)
         found = store.record(committed).step
     document = {"url": store.url, "target": target, "version": committed, "step": found}
@@ -122,6 +124,7 @@ def fork(
     name: BranchName,
     version: Version = None,
     step: Step = None,
+    tag: Tag = None,
     expires: Annotated[
         str | None,
         typer.Option(
@@ -134,7 +137,7 @@ def fork(
     """Create a branch with its own log from a version; nothing is copied."""
     expires_s = optional_duration(expires, "--expires")
     with open_store(url, storage_option) as store:
-        store.fork(name, named_version(store, version, step), expires_s=expires_s).close()
+        store.fork(name, named_version(store, version, step, tag), expires_s=expires_s).close()
         pin = store.branches()[name]
     until = "" if pin.expires_ms is None else f", until {until_text(pin.expires_ms, '')}"
     document = {"url": store.url, "branch": name, "version": pin.version, "expires_ms": pin.expires_ms}

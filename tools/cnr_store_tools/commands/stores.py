@@ -179,8 +179,9 @@ def _ratio(full_bytes: int, stored_bytes: int) -> float | None:
 
 def _version_parts(document: Document) -> Iterator[Part]:
     """Yield the version, its tables, and its chain with bytes by kind."""
+    yield place_text(document)
     yield (
-        f"{place_text(document)}  version {document['version']} ({document['kind']}), step {document['step']}, "
+        f"version {document['version']} ({document['kind']}), step {document['step']}, "
         f"{time_text(document['time_ms'])}, format {document['format']}"
     )
     if notes := _notes_of(document["user"]):
