@@ -112,6 +112,7 @@ def lattice_case(folder: Path) -> None:
     dtypes = {"half": "bfloat16", "mask": "bool"}
     document = {"position": 12, "shape": (2, 3), "raw": b"\x00\xff", "big": 2**70, "not": float("nan"), 3: "three",
                 "state": np.arange(4, dtype=np.uint32)}  # fmt: skip
+    order = {"seen": "0123456789" * 300}
     tree = {"$dict": [
         ["position", 12], ["shape", {"$tuple": [2, 3]}], ["raw", {"$bytes": "AP8="}],
         ["big", {"$int": "0x400000000000000000"}], ["not", {"$float": "nan"}], [3, "three"],
@@ -134,8 +135,9 @@ def lattice_case(folder: Path) -> None:
         txn.put_dense(dense, dtypes)
         txn.put_scalars({"epoch": 1, "loss": 0.25})
         txn.put_document("reader/0", document)
+        txn.put_document("order/0", order)  # too long for the manifest
         first = txn.commit(user={"note": "größer", "tiny": 1.5e-07, "list": [1e-05, 1e16, -0.0, None]})
-    plain = {"documents": {"reader/0": tree}, "scalars": {"epoch": 1, "loss": 0.25}}
+    plain = {"documents": {"reader/0": tree, "order/0": order}, "scalars": {"epoch": 1, "loss": 0.25}}
     golden.expect(first, state(), dense=dense, **plain)
     kept = state(), {key: array.copy() for key, array in dense.items()}
 
@@ -149,6 +151,7 @@ def lattice_case(folder: Path) -> None:
         with golden.writer.begin(step=step) as txn:
             txn.write_rows("user", rows, user[rows], slots=slots(rows))
             txn.put_document("reader/0", document)  # the first delta keeps it, and the second keeps it from there
+            txn.put_document("order/0", order)
             if step == 300:
                 items[[0, 1, 2, 29]] *= np.float32(70)  # some codes leave int16
                 txn.write_rows(name, np.asarray([0, 1, 2, 29]), items[[0, 1, 2, 29]])

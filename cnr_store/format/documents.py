@@ -185,7 +185,17 @@ _LEVEL = 1
 
 
 def pack(document: Any) -> bytes:
-    """Return the stored bytes of a document.
+    """Return the stored bytes of a document; raises as `text_of`."""
+    return compressed(text_of(document))
+
+
+def compressed(text: bytes) -> bytes:
+    """Return the stored bytes of a document with this JSON text."""
+    return bytes(Zstd(level=_LEVEL).encode(text))
+
+
+def text_of(document: Any) -> bytes:
+    """Return the JSON text of a document.
 
     A number that is not finite becomes null. Trees have none (`document_tree.encode`), and `write_manifest` parses what
     it stores, where a number may not be null; to look at each value takes longer than all else that is done here.
@@ -207,7 +217,7 @@ def pack(document: Any) -> bytes:
             "many numbers as arrays, not in lists",
             expected=MAX_SEPARATORS, found=found,
         )  # fmt: skip
-    return bytes(Zstd(level=_LEVEL).encode(text))
+    return text
 
 
 def unpack(data: bytes, where: str) -> bytes:

@@ -33,6 +33,12 @@ MAX_LAYERS = 16
 MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 """Most bytes of a manifest, a receipt or a saved document, both as JSON and as stored."""
 
+MAX_OWN_DOCUMENT_BYTES = 2 * 1024
+"""Most bytes, as JSON, of a saved document that the manifest itself has. It nests no deeper than `MAX_USER_NESTING`.
+
+Who reads a manifest reads it, also who serves: states of generators are larger.
+"""
+
 MAX_SEPARATORS = 1 << 24
 """Commas and opening brackets in the JSON text of such a document: each value but the first follows one, or a name.
 

@@ -142,7 +142,10 @@ def resolved(document: SegmentDocument) -> Manifest:
     objects = {entry.path: entry for entry in expanded.objects}
     if lost := [path for path in document.documents.values() if path not in objects]:
         raise ValueError(f"document {lost[0]} is not in the inventory")
+    if both := document.documents.keys() & document.small.keys():
+        raise ValueError(f"document {min(both)!r} is an object and in the manifest")
     documents = {name: DocumentEntry(own, objects[path]) for name, path in document.documents.items()}
+    documents |= {name: DocumentEntry(own, text=bytes(text)) for name, text in document.small.items()}
     return Manifest(**same, **expanded._asdict(), dense=dense, documents=documents, recorded=tuple(document.tables))
 
 

@@ -398,16 +398,18 @@ class DenseEntry(TensorLine, frozen=True, kw_only=True):
 
 
 class DocumentEntry(NamedTuple):
-    """A document of a state: the segment of the chain that has its object, and what that is; in memory alone."""
+    """A document of a state: the segment of the chain that has it, as an object or as JSON text; in memory alone."""
 
     segment: str
-    object: ObjectEntry
+    object: ObjectEntry | None = None
+    text: bytes = b""
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True):
     """What writers put: parts, the groups of arrays with their rows, dense tensors, documents, all other objects.
 
-    ``kept`` are documents of the state before that this one has, too.
+    ``documents`` has the paths of documents that are objects, ``small`` the content of others. ``kept`` names documents
+    of the state before that this one has, too.
     """
 
     parts: tuple[PartLine, ...]
@@ -415,6 +417,7 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
     dense: dict[Name, TensorLine] = {}
     dense_arrays: tuple[ArrayGroup, ...] = ()
     documents: dict[Text, KeyPath] = {}
+    small: dict[Text, msgspec.Raw] = {}
     kept: tuple[Text, ...] = ()
     objects: tuple[ObjectEntry, ...]
 

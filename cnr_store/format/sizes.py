@@ -31,9 +31,10 @@ class SegmentSizes:
     dense
         Dense tensors whose bytes this segment holds.
     documents
-        Reader state, RNG state and the like.
+        Reader state, RNG state and the like, where they are objects.
     metadata
-        ``zarr.json`` documents and the manifest. Receipts are not counted: no reader needs them.
+        ``zarr.json`` documents and the manifest, with small documents in it. Receipts, which no reader needs, do not
+        count.
     """
 
     rows: int = 0
@@ -65,7 +66,7 @@ def segment_sizes(manifest: Manifest, *, segment_bytes: int | None = None) -> Se
         The chain entry's ``bytes``: what it holds beyond the inventory is the manifest itself.
     """
     kinds = _kinds_of_arrays(manifest)
-    documents = {entry.object.path for entry in manifest.documents.values()}
+    documents = {entry.object.path for entry in manifest.documents.values() if entry.object is not None}
     found = dict.fromkeys((field.name for field in fields(SegmentSizes)), 0)
     for entry in manifest.objects:
         array, mark, _ = entry.path.rpartition("/c/")

@@ -317,6 +317,8 @@ class SegmentReader:
         entry = self.own.documents.get(name)
         if entry is None:
             raise TableNotFound(f"segment {self.name} has no document {name!r}", path=name)
+        if entry.object is None:
+            return JSON.decode(entry.text)
         key = layout.segment_key(self.name, entry.object.path)
         try:
             return loads(unpack(self.read_object(entry.object.path), key), JSON, deepest=MAX_TREE_NESTING)

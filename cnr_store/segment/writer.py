@@ -19,15 +19,16 @@ import numpy.typing as npt
 
 from cnr_store.errors import BadDtype, BadInput, CorruptStore, StorageFailure
 from cnr_store.format import arrays, layout
-from cnr_store.format.documents import pack, sha256
+from cnr_store.format.documents import compressed, nests_deeper, pack, sha256, text_of
 from cnr_store.format.fields import ArrayDtype, TensorDtype
 from cnr_store.format.layout import array_path
-from cnr_store.format.limits import MAX_MANIFEST_BYTES
+from cnr_store.format.limits import MAX_MANIFEST_BYTES, MAX_OWN_DOCUMENT_BYTES, MAX_USER_NESTING
 from cnr_store.format.manifest import decode_manifest
 from cnr_store.format.manifest_state import changes_of
 from cnr_store.format.records import (
     ArrayEntry,
     ArrayGroup,
+    DocumentEntry,
     Manifest,
     ObjectDigest,
     ObjectEntry,
@@ -41,6 +42,7 @@ from cnr_store.format.records import (
 from cnr_store.runtime.threads import Throttle, Workers, blocks
 from cnr_store.segment.groups import GroupShape, RowList, SharedGroup, WrittenList, WrittenPart
 from cnr_store.storage import Storage, object_digest
+from cnr_store.types import JsonValue
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +81,7 @@ class SegmentWriter:
         self._dense: dict[str, TensorLine] = {}
         self._dense_arrays: dict[str, ArrayEntry] = {}
         self._documents: dict[str, str] = {}
+        self._small: dict[str, msgspec.Raw] = {}
         self._kept: list[str] = []
 
     def write_row_list(self, operation: str, row_list: RowList) -> WrittenList:
@@ -201,14 +204,25 @@ class SegmentWriter:
         for dtype_name, names in sorted(by_dtype.items()):
             self._write_pack(dtype_name, [(name, np.asarray(tensors[name], order="C")) for name in names], dtypes)
 
-    def write_document(self, name: str, data: bytes) -> None:
-        """Have `finish` put a packed document (reader state, RNG state) under ``<writer>/<name>.json.zst``."""
-        # The ending goes through the encoding: a document named _receipt must not become the receipt.
-        path = "/".join([self.folder, *(layout.encode_name(part) for part in f"{name}.json.zst".split("/"))])
-        if name in self._documents:
-            raise CorruptStore(f"segment {self.name}: {path} would be written twice", path=path)
-        self._waiting.append(partial(self._put, path, data))
-        self._documents[name] = path
+    def write_document(self, name: str, document: JsonValue, before: DocumentEntry | None = None) -> None:
+        """Have the receipt a document (reader state, RNG state), or `finish` put it as ``<writer>/<name>.json.zst``.
+
+        ``before``: the document of that name of the state before, which is kept if it has the same bytes.
+        """
+        if name in self._documents or name in self._small:
+            raise CorruptStore(f"segment {self.name}: document {name!r} would be written twice", path=name)
+        text = text_of(document)
+        is_small = len(text) <= MAX_OWN_DOCUMENT_BYTES and not nests_deeper(document, MAX_USER_NESTING)
+        data = text if is_small else compressed(text)
+        if before is not None and _is_same_document(before, data):
+            self.keep_document(name)
+        elif is_small:
+            self._small[name] = msgspec.Raw(text)
+        else:
+            # The ending goes through the encoding: a document named _receipt must not become the receipt.
+            path = "/".join([self.folder, *(layout.encode_name(part) for part in f"{name}.json.zst".split("/"))])
+            self._waiting.append(partial(self._put, path, data))
+            self._documents[name] = path
 
     def keep_document(self, name: str) -> None:
         """Record that a document is that of the state before, whose segment has its bytes. No I/O."""
@@ -238,7 +252,8 @@ class SegmentWriter:
         return Receipt(
             txn=txn, rank=rank, world=world, attempt=attempt, base=base, l0=l0,
             parts=tuple(part.line() for part in parts), groups=tuple(groups[path] for path in sorted(groups)),
-            dense=self._dense, dense_arrays=tuple(packs), documents=self._documents, kept=tuple(sorted(self._kept)),
+            dense=self._dense, dense_arrays=tuple(packs), documents=self._documents, small=self._small,
+            kept=tuple(sorted(self._kept)),
             objects=tuple(self._objects[path] for path in sorted(self._objects) if path not in inside),
         )  # fmt: skip
 
@@ -311,6 +326,12 @@ class SegmentWriter:
         self._storage.put(layout.segment_key(self.name, path), data)
 
 
+def _is_same_document(before: DocumentEntry, data: bytes) -> bool:
+    """Whether a document is stored as these bytes."""
+    old = before.object
+    return before.text == data if old is None else (old.size, old.xxh3_128) == (len(data), object_digest(data))
+
+
 def check_dense_dtype(name: str, dtype: np.dtype[Any], logical: str | None) -> None:
     """Refuse a dense tensor of an unsupported dtype, or of another dtype than its logical dtype is stored as.
 
@@ -373,10 +394,10 @@ def merge_receipts(
         Two writers have a document or a dense tensor of the same name.
     """
     ordered = sorted(receipts, key=lambda receipt: receipt.rank)
-    for kind in ("documents", "dense"):
+    for kind, fields in (("documents", ("documents", "small", "kept")), ("dense", ("dense",))):
         owners: dict[str, int] = {}
         for receipt in ordered:
-            for name in (*getattr(receipt, kind), *(receipt.kept if kind == "documents" else ())):
+            for name in (name for field in fields for name in getattr(receipt, field)):
                 if owners.setdefault(name, receipt.rank) != receipt.rank:
                     raise BadInput(
                         f"ranks {owners[name]} and {receipt.rank} both saved {name!r} ({kind}); give it to one rank, "
@@ -389,6 +410,7 @@ def merge_receipts(
         "dense": {name: entry for receipt in ordered for name, entry in receipt.dense.items()},
         "dense_arrays": tuple(entry for receipt in ordered for entry in receipt.dense_arrays),
         "documents": {name: path for receipt in ordered for name, path in receipt.documents.items()},
+        "small": {name: text for receipt in ordered for name, text in receipt.small.items()},
         "kept": tuple(sorted(name for receipt in ordered for name in receipt.kept)),
         "objects": tuple(entry for receipt in ordered for entry in receipt.objects),
     }

@@ -10,7 +10,7 @@ import numpy as np
 
 from cnr_store.errors import BadInput, TableNotFound
 from cnr_store.format import document_tree
-from cnr_store.format.documents import canonical_json, nests_deeper, pack
+from cnr_store.format.documents import canonical_json, nests_deeper
 from cnr_store.format.layout import check_name, is_rank_tensor, rank_tensor, writer_folder
 from cnr_store.format.limits import MAX_USER_NESTING
 from cnr_store.format.manifest_state import is_same_tensor
@@ -95,12 +95,7 @@ class StagedDocuments:
             out.write_dense(self._given, self._dtypes)
         held = {} if base is None else base.documents
         for name, document in self._documents.items():
-            data = pack(document)
-            old = held[name].object if name in held else None
-            if old is not None and (old.size, old.xxh3_128) == (len(data), object_digest(data)):
-                out.keep_document(name)
-            else:
-                out.write_document(name, data)
+            out.write_document(name, document, held.get(name))
 
     def _write_dense(self, out: SegmentWriter, base: Manifest | None) -> None:
         """Put the tensors of the new state that ``base`` does not have: those given and those of earlier deltas."""

@@ -169,7 +169,7 @@ class Snapshot:
             self.dense = {name: at for name, at in self.dense.items() if name not in own["ended"]}
             self.dense |= dict.fromkeys(own["dense"], segment)
             self.documents = {name: self.documents[name] for name in own["kept"]}
-            self.documents |= dict.fromkeys(own["documents"], segment)
+            self.documents |= dict.fromkeys([*own["documents"], *own["small"]], segment)
             self.tables = {name: table for name, table in before.items() if name not in own["dropped"]} | own["tables"]
             segment.tables = self.tables
             self.ends = {name: ends[name] for name in self.tables if name not in own["tables"]}
@@ -182,8 +182,8 @@ class Snapshot:
         return flat.reshape(entry["shape"])
 
     def read_document(self, name):  # [4.7], with its $ tags
-        segment = self.documents[name]
-        return json.loads(unzstd(segment.read(segment.manifest["documents"][name]), name))
+        own, small = (segment := self.documents[name]).manifest, segment.manifest["small"]
+        return small[name] if name in small else json.loads(unzstd(segment.read(own["documents"][name]), name))
 
     def read_table(self, name):  # {"values", slots, and "keys" of a hashed table}; (n, ranges) if a slot has several
         schema = self.tables[name]

@@ -136,6 +136,7 @@ def parse_manifest(data, where):  # [3.5]
 
 def check_manifest(manifest, entry, listed, need):  # [3.5] CNR-DOC-8 and 9
     need(len({path for path, _ in listed}) == len(listed), "an object is listed twice")
+    need(not manifest["documents"].keys() & manifest["small"].keys(), "a document in both places")
     need({*manifest["documents"].values()} <= {path for path, _ in listed}, "a document that is not listed")
     need(all(manifest[name] == entry[name] for name in ("kind", "l0", "l1")), "not as its chain entry")
     need(entry["seg"] == f"{manifest['base']:020d}-{manifest['txn']}", "not as the name of its segment")
@@ -197,7 +198,7 @@ def check_dense(manifest, need):  # [4.6]
 def check_change(own, tables, dense, documents, need):  # CNR-DOC-24: what a manifest ends or keeps was there
     need({*own["dropped"]} <= {*tables} - {*own["tables"]}, "dropped")
     need({*own["ended"]} <= {*dense} - {*own["dense"]}, "ended")
-    need({*own["kept"]} <= {*documents} - {*own["documents"]}, "kept")
+    need({*own["kept"]} <= {*documents} - {*own["documents"], *own["small"]}, "kept")
 
 
 def check_tables(own, tables, ends, begun, need):  # [4.3] CNR-SEG-18; begun: how the newest generations began

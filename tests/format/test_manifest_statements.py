@@ -100,6 +100,7 @@ def test_a_fill_that_is_no_finite_float32_is_refused(changes: Document) -> None:
         decode_manifest(pack(changed(**changes)), "here")
 
 
+RAW = msgspec.Raw(b"1")
 LARGE = {"num_rows": 1 << 40, "dim": 1 << 20}
 ADD, SET, ADD_GROUP = "parts.0.add", "parts.1.set", "groups.0"
 NAMED_ALIKE = group(f"{ADDED}.slots.x", 4, {**ADD_ARRAYS, "m": ("int16", None)})
@@ -161,6 +162,9 @@ CASES: list[tuple[Document, str]] = [
     ({"kind": "baseline", "ended": ["other"]}, "a baseline drops what no state has"),
     ({"kind": "baseline", "kept": ["other"]}, "a baseline keeps documents of no state"),
     ({"kept": ["reader"]}, "kept twice, or kept and stored"),
+    ({"kept": ["other"], "small": {"other": RAW}}, "kept twice, or kept and stored"),
+    ({"small": {"reader": RAW}}, "'reader' is an object and in the manifest"),
+    ({"small": {"a//b": RAW}}, "a name has 1 to"),
     ({"kept": ["other", "other"]}, "kept twice, or kept and stored"),
 ]  # fmt: skip
 

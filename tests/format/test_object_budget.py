@@ -144,42 +144,47 @@ def test_a_commit_record_does_not_grow_with_the_tables(tmp_path: Path) -> None:
     assert list(many.storage.list_objects("state/")) == []
 
 
-def test_dense_tensors_cost_two_objects_per_dtype_and_documents_one_each(tmp_path: Path) -> None:
+def test_dense_tensors_cost_two_objects_per_dtype_long_documents_one(tmp_path: Path) -> None:
     store = Store.create(str(tmp_path / "store"), fsync=False, threads=1)
     weights = {f"w{k}": np.ones((3, k), np.float32) for k in range(1, 9)}
     with store.writer() as writer:
         with writer.begin(step=1) as txn:
             txn.put_dense({**weights, "steps": np.asarray(1)})
             txn.put_document("reader/0", {})
-            txn.put_document("rng/0", {})
+            txn.put_document("rng/0", {"words": "random" * 1000})
             first = txn.commit()
         with writer.begin(step=2) as txn:
             txn.put_dense({**weights, "w3": weights["w3"] + 1, "steps": np.asarray(1)})
             second = txn.commit()
 
-    assert len(objects_of(store, first)) == SEGMENT + 2 * 2 + 2
+    assert len(objects_of(store, first)) == SEGMENT + 2 * 2 + 1
     assert len(objects_of(store, second)) == SEGMENT + 2
 
 
 @pytest.mark.parametrize("run", [None, (1, 3), (2, 4)])
+@pytest.mark.parametrize(
+    ("long", "objects"), [("", [1, 1, 1, 1]), ("long" * 1000, [3, 1, 1, 2])], ids=["small", "long"]
+)
 def test_a_document_that_stays_costs_no_object_and_outlives_a_compaction(
-    tmp_path: Path, run: tuple[int, int] | None
+    tmp_path: Path, run: tuple[int, int] | None, long: str, objects: list[int]
 ) -> None:
     store = Store.create(str(tmp_path / "store"), fsync=False, threads=1)
     with store.writer() as writer:
         for step in range(4):
             with writer.begin(step=step) as txn:
                 txn.put_dense({"w": np.full(3, step, np.float32)})
-                txn.put_document("stays", {"of": (1, 2)})
-                txn.put_document("moves", {"at": step // 3})
+                txn.put_document("stays", {"of": (1, 2), "long": long})
+                txn.put_document("moves", {"at": step // 3, "long": long})
     sizes = [len([key for key in objects_of(store, version) if key.endswith(".json.zst")]) for version in range(2, 6)]
 
     chain = len(store.head().record.chain)
     compact_run(store, run=(0, chain) if run is None else run)
     snapshot = store.snapshot()
 
-    assert sizes == [3, 1, 1, 2], "a manifest each, and the documents that are new"
-    assert [snapshot.read_document(name) for name in snapshot.documents] == [{"at": 1}, {"of": (1, 2)}]
+    found = [snapshot.read_document(name) for name in snapshot.documents]
+
+    assert sizes == objects, "a manifest each, and the long documents that are new"
+    assert found == [{"at": 1, "long": long}, {"of": (1, 2), "long": long}]
     assert verify_store(store, deep=True).is_sound
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from cnr_store.errors import CorruptObject, MissingObject
-from cnr_store.format.documents import pack
 from cnr_store.runtime.threads import Throttle, Workers
 from cnr_store.segment.reader import read_receipt
 from cnr_store.segment.writer import SegmentWriter
@@ -22,7 +22,8 @@ def written(tmp_path: Path) -> tuple[Storage, str]:
     storage = open_storage(str(tmp_path))
     with Workers(1) as workers:
         writer = SegmentWriter(storage, SEGMENT, folder=FOLDER, workers=workers, throttle=Throttle(None))
-        writer.write_document("reader/1", pack({"yielded": 7}))
+        writer.write_document("reader/1", {"yielded": 7})
+        writer.write_document("rng/1", {"words": "random" * 1000})
         receipt = writer.finish(txn=TXN, rank=1, world=2, attempt="b" * 8, base=1, l0=0, parts=())
         digest = writer.put_receipt(receipt)
     return storage, digest
@@ -32,8 +33,9 @@ def test_the_receipt_that_its_writer_named_is_read_back(written: tuple[Storage, 
     receipt = read_receipt(written[0], SEGMENT, FOLDER, written[1])
 
     assert (receipt.rank, receipt.world, receipt.txn) == (1, 2, TXN)
-    assert list(receipt.documents) == ["reader/1"]
-    assert [entry.path for entry in receipt.objects] == [f"{FOLDER}/reader/1.json.zst", f"{FOLDER}/zarr.json"]
+    assert list(receipt.documents) == ["rng/1"]
+    assert dict(receipt.small) == {"reader/1": msgspec.Raw(b'{"yielded":7}')}
+    assert [entry.path for entry in receipt.objects] == [f"{FOLDER}/rng/1.json.zst", f"{FOLDER}/zarr.json"]
 
 
 def test_another_receipt_than_its_writer_named_is_refused(written: tuple[Storage, str]) -> None:

@@ -64,7 +64,7 @@ def store(tmp_path: Path) -> Store:
 
 def without_names(manifest: SegmentDocument) -> dict[str, Any]:
     """A manifest as plain data, without the fields that are unique to a transaction."""
-    document: dict[str, Any] = msgspec.to_builtins(manifest)
+    document: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(manifest))
     return {key: value for key, value in document.items() if key not in ("txn", "base")}
 
 

@@ -19,6 +19,8 @@ from cnr_store.format.documents import pack, unpack
 from cnr_store.format.layout import RECEIPT, segment_key
 from cnr_store.format.records import Manifest, PartEntry, Receipt
 from cnr_store.maintenance.compaction import compact_run
+from format_spec import vectors
+from format_spec.vectors import find
 from tests.support.documents import document_of
 from tests.tools.sample_store import Forgery, build_store, flip, forge_head, key_of, object_files
 
@@ -129,6 +131,14 @@ def test_receipt_that_differs_hurts_no_version(root: Path, damage: str) -> None:
     )
 
     assert problems_by_path(root) == {key_of(root, receipt): ()}
+
+
+def test_a_document_in_a_manifest_that_no_encoder_writes_is_named(root: Path) -> None:
+    key = key_of(root, find(root, "@2/_segment.json.zst"))
+    change = {"op": "set", "key": key, "at": ["small", "reader/0"], "value": {"$int": "seven"}}
+    vectors.apply(root, [change, {"op": "reseal"}])
+
+    assert problems_by_path(root, deep=True) == {key: (2, 3, 4, 5, 6)}
 
 
 def test_a_receipt_of_the_committer_is_no_problem_if_it_agrees(root: Path) -> None:

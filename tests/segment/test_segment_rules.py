@@ -81,13 +81,14 @@ def test_a_check_finds_a_record_of_another_step_than_its_segment(store: Store) -
 def test_an_object_of_a_segment_is_written_once(store: Store) -> None:
     name = store.snapshot().readers[-1].name
     writer = SegmentWriter(store.storage, name, folder="r00000-0123abcd", workers=Workers(1), throttle=Throttle(None))
-    writer.write_document("reader", pack({"at": 1}))
+    words = "random" * 1000
+    writer.write_document("reader", words)
 
     with pytest.raises(CorruptStore, match="would be written twice"):
-        writer.write_document("reader", pack({"at": 2}))
+        writer.write_document("reader", {"at": 2})
     writer.finish(txn="a" * 32, rank=1, world=2, attempt="0123abcd", base=1, l0=0, parts=())
 
-    assert store.storage.read(segment_key(name, "r00000-0123abcd/reader.json.zst"), stop=100) == pack({"at": 1})
+    assert store.storage.read(segment_key(name, "r00000-0123abcd/reader.json.zst"), stop=100) == pack(words)
 
 
 def test_dense_tensors_do_not_replace_those_written_before(store: Store) -> None:
@@ -100,10 +101,10 @@ def test_dense_tensors_do_not_replace_those_written_before(store: Store) -> None
         writer.finish(txn="a" * 32, rank=1, world=2, attempt="0123abcd", base=1, l0=0, parts=())
 
 
-@pytest.mark.parametrize("kind", ["documents", "dense"])
+@pytest.mark.parametrize("kind", ["documents", "small", "dense"])
 def test_what_two_ranks_save_under_one_name_is_refused(segments: tuple[SegmentReader, ...], kind: str) -> None:
     dense = {"x": segments[0].manifest.dense["w"]}
-    named = {"documents": {"x": "r/x.json"}} if kind == "documents" else {"dense": dense}
+    named = {kind: {"documents": {"x": "r/x.json"}, "small": {"x": msgspec.Raw(b"1")}, "dense": dense}[kind]}
     receipts = [
         Receipt(
             txn="c" * 32, rank=rank, world=2, attempt="0" * 8, base=0, l0=0, parts=(), **named,

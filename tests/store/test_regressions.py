@@ -204,7 +204,7 @@ def test_mapped_mirrors_leave_no_files_behind(store: Store, tmp_path: Path) -> N
 def test_a_document_too_deep_to_parse_is_corruption_not_a_crash(store: Store) -> None:
     with store.writer() as writer, writer.begin(1) as txn:
         txn.write_table("t", np.ones((4, 2), np.float32), options=TableOptions(scale=1.0))
-        txn.put_document("reader/0", {"a": 1})
+        txn.put_document("reader/0", {"a": "long" * 1000})
     reader = store.snapshot().readers[-1]
     deep = vectors.stored_as("reader/0.json.zst", b"[" * 200_000 + b"]" * 200_000)
     monkey = pytest.MonkeyPatch()

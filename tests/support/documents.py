@@ -59,7 +59,13 @@ def document_of(manifest: Manifest) -> SegmentDocument:
             name: msgspec.convert(msgspec.structs.asdict(entry), TensorLine)
             for name, entry in manifest.dense.items() if entry.segment == own
         },
-        "documents": {name: one.object.path for name, one in manifest.documents.items() if one.segment == own},
+        "documents": {
+            name: one.object.path for name, one in manifest.documents.items() if one.segment == own and one.object
+        },
+        "small": {
+            name: msgspec.Raw(one.text)
+            for name, one in manifest.documents.items() if one.segment == own and not one.object
+        },
         "parts": tuple(lines), "groups": tuple(_group(path, groups[path], objects) for path in sorted(groups)),
         "dense_arrays": tuple(packs), "objects": tuple(objects.values()),
     })  # fmt: skip

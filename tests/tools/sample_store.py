@@ -38,6 +38,7 @@ def build_store(path: Path) -> Store:
             )
             txn.put_scalars({"epoch": 1})
             txn.put_document("reader/0", {"position": (1, 2)})
+            txn.put_document("order/0", "0123456789" * 300)  # too long for the manifest
         for step in (20, 30):
             rows = np.sort(random.choice(400, 50, replace=False)).astype(np.int64)
             user[rows] += 0.05

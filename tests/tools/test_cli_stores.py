@@ -87,7 +87,7 @@ def test_show_sizes_are_those_on_disk(root: Path) -> None:
         for path in files:
             name = path.relative_to(root).as_posix()
             kind = "metadata"
-            if "/reader/" in name:
+            if "/order/" in name:
                 kind = "documents"
             elif "/c/" in name:
                 array = name.split("/c/")[0]

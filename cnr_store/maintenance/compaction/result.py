@@ -36,7 +36,7 @@ def write_rest(job: Job, index: int, bench: Bench) -> FinishedTask:
     out.write_dense(tensors, {name: entry.dtype for name, entry in held.items()})
     for name, entry in sorted(last.documents.items()):
         if entry.segment in holders:
-            out.write_document(name, pack(holders[entry.segment].read_document(name)))
+            out.write_document(name, holders[entry.segment].read_document(name))
         else:
             out.keep_document(name)
     receipt = out.finish(

@@ -99,6 +99,9 @@ def check_objects(
     workers.run(partial(check, entry) for entry in loose)
     workers.run(partial(check_pack, array) for array in manifest.dense_arrays)
     workers.run(partial(check_lists, part) for part in manifest.parts)
+    for name in (name for name, one in manifest.documents.items() if one.object is None):
+        with _caught(findings, layout.segment_key(reader.name, layout.MANIFEST), versions):
+            document_tree.decode(reader.read_document(name))
     for folder in sorted({entry.path.partition("/")[0] for entry in manifest.objects}):
         key = layout.segment_key(reader.name, f"{folder}/{layout.RECEIPT}")
         with _caught(findings, key, ()):
@@ -141,7 +144,7 @@ def _check_object(reader: SegmentReader, entry: ObjectEntry, role: _Role) -> Non
                 _check_rows(key, chunk[low:high], row_list, index)
         return
     data = reader.read_object(entry.path)
-    is_document = any(one.object.path == entry.path for one in reader.own.documents.values())
+    is_document = any(one.object is not None and one.object.path == entry.path for one in reader.own.documents.values())
     if is_document:
         data = unpack(data, key)
     elif not entry.path.endswith(".json"):
