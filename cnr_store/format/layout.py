@@ -137,7 +137,10 @@ def cursor_key(name: str) -> str:
 
 
 def writer_folder(rank: int, attempt: str) -> str:
-    """Return the folder of one writer's parts inside a segment: ``r00000-<attempt8>``."""
+    """Return how the paths of one writer's objects begin in a segment: ``r00000-<attempt8>``.
+
+    A dot and a name follow in those of arrays, a slash in those of its documents and receipt.
+    """
     return f"r{rank:05d}-{attempt}"
 
 

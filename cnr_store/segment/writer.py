@@ -112,7 +112,7 @@ class SegmentWriter:
     def _next_group(self, operation: str) -> str:
         number = self._numbers[operation]
         self._numbers[operation] += 1
-        return f"{self.folder}/{operation}-{number}"
+        return f"{self.folder}.{operation}-{number}"
 
     def _write_large(self, shape: GroupShape, row_list: RowList) -> WrittenList:
         """Write a list chunk by chunk into arrays of its own.
@@ -237,8 +237,6 @@ class SegmentWriter:
         """
         for group in (one for one in self._shared.values() if one.rows):  # a list that failed may have been its first
             self._waiting += list(self._rest_of(group))
-        if self._waiting:
-            self._waiting.append(partial(self._put, f"{self.folder}/{layout.ROOT_GROUP}", arrays.group_document({})))
         if rank == 0:
             self._waiting.append(partial(self._put, layout.ROOT_GROUP, arrays.group_document({})))
         self._workers.run(self._waiting)
@@ -246,7 +244,7 @@ class SegmentWriter:
         self._forget_attempts()
         self._storage.sync_folders(layout.segment_key(self.name, path) for path in self._objects)
         groups = {path: self._stored(path, entries) for path, entries in self._groups.items()}
-        packs = [self._stored(f"{self.folder}/dense", {name: one}) for name, one in self._dense_arrays.items()]
+        packs = [self._stored(f"{self.folder}.dense", {name: one}) for name, one in self._dense_arrays.items()]
         whole = (*self._groups.values(), self._dense_arrays)
         inside = {path for entries in whole for one in entries.values() for path in arrays.object_paths(one)}
         return Receipt(
@@ -294,7 +292,7 @@ class SegmentWriter:
         self, dtype_name: str, tensors: list[tuple[str, npt.NDArray[Any]]], dtypes: Mapping[str, str]
     ) -> None:
         dtype = np.dtype(dtype_name)
-        path = array_path(f"{self.folder}/dense", dtype_name)
+        path = array_path(f"{self.folder}.dense", dtype_name)
         offset = 0
         for name, tensor in tensors:
             logical = cast(TensorDtype, dtypes.get(name, dtype_name))

@@ -37,8 +37,8 @@ def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
 
 
 def budget(arrays: int = 3) -> int:
-    """Objects of a segment of any number of tables: rows, codes and one slot, of one chunk each, and three others."""
-    return 3 + 2 * arrays
+    """Objects of a segment of any number of tables: rows, codes and one slot, of one chunk each, and two others."""
+    return 2 + 2 * arrays
 
 
 def show_growth(

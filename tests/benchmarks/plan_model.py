@@ -25,8 +25,8 @@ POLICIES: tuple[PlanPolicy, ...] = (
 
 ARRAYS = 3
 """Of a group: row ids, codes, and one row-wise optimizer slot (`_stored_of_group`)."""
-OBJECTS_PER_SEGMENT, OBJECTS_PER_RANK, OBJECTS_PER_ARRAY = 1, 1, 1
-"""Zarr metadata: groups of the segment and of each writer; each array's own, its chunks come on top."""
+OBJECTS_PER_SEGMENT, OBJECTS_PER_ARRAY = 1, 1
+"""Zarr metadata: the group of the segment; each array's own, its chunks come on top."""
 MESSAGES_PER_SAVE = 7
 """Short messages that all ranks exchange in a save (docs/ranks.md)."""
 READS_PER_RANK = 3
@@ -282,8 +282,7 @@ def objects_of(rows_per_part: float, dim: int, cluster: Cluster) -> int:
 
     Rank 0 puts no receipt. The commit record is no object of the segment; it is a request.
     """
-    metadata = OBJECTS_PER_SEGMENT + cluster.ranks * OBJECTS_PER_RANK
-    metadata += groups_of(rows_per_part, dim, cluster) * ARRAYS * OBJECTS_PER_ARRAY
+    metadata = OBJECTS_PER_SEGMENT + groups_of(rows_per_part, dim, cluster) * ARRAYS * OBJECTS_PER_ARRAY
     return metadata + stored_of(rows_per_part, dim, cluster) + cluster.ranks
 
 

@@ -26,7 +26,7 @@ from cnr_store.log.rebase import draft_after, draft_init
 
 Document = dict[str, Any]
 WRITER = "r00000-0123abcd"
-ADDED, PLACED, READER = f"{WRITER}/add-0", f"{WRITER}/set-0", f"{WRITER}/reader.json"
+ADDED, PLACED, READER = f"{WRITER}.add-0", f"{WRITER}.set-0", f"{WRITER}/reader.json"
 
 
 def group(path: str, rows: int, arrays: dict[str, tuple[str, int | None]], *, chunk_rows: int = 4) -> Document:
@@ -121,7 +121,7 @@ CASES: list[tuple[Document, str]] = [
     ({"parts.0.columns": [0, 3]}, r"columns \(0, 3\) of 2"),
     ({"parts.1.rows": [10, 17]}, r"rows \(10, 17\) of 16"),
     ({"parts.0.add": None, "parts.2": lambda old: {**old, "add": manifest()["parts"][0]["add"]}}, "of a hashed table"),
-    ({f"{ADD}.group": f"{WRITER}/add-1"}, "which is no group of arrays"),
+    ({f"{ADD}.group": f"{WRITER}.add-1"}, "which is no group of arrays"),
     ({f"{ADD}.count": 7}, "lists of group .*add-0 have 7 rows, its arrays 8"),
     ({f"{ADD_GROUP}.rows": 7}, "lists of group .*add-0 have 8 rows, its arrays 7"),
     ({"groups.1.path": ADDED}, "group of arrays is listed twice"),

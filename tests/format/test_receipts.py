@@ -35,7 +35,7 @@ def test_the_receipt_that_its_writer_named_is_read_back(written: tuple[Storage, 
     assert (receipt.rank, receipt.world, receipt.txn) == (1, 2, TXN)
     assert list(receipt.documents) == ["rng/1"]
     assert dict(receipt.small) == {"reader/1": msgspec.Raw(b'{"yielded":7}')}
-    assert [entry.path for entry in receipt.objects] == [f"{FOLDER}/rng/1.json.zst", f"{FOLDER}/zarr.json"]
+    assert [entry.path for entry in receipt.objects] == [f"{FOLDER}/rng/1.json.zst"]
 
 
 def test_another_receipt_than_its_writer_named_is_refused(written: tuple[Storage, str]) -> None:

@@ -406,8 +406,8 @@ def test_a_chunk_that_spans_many_chunks_of_the_result_is_decoded_once(
     assert part.set is not None
     assert len(part.set.first) == 20
     codes = {key: count for key, count in decoded.items() if key[0].endswith(".codes")}
-    assert [count for key, count in codes.items() if "/add-" in key[0]] == [times]
-    assert {count for key, count in codes.items() if "/set-" in key[0]} == {1}
+    assert [count for key, count in codes.items() if ".add-" in key[0]] == [times]
+    assert {count for key, count in codes.items() if ".set-" in key[0]} == {1}
     assert same_state([merged], readers, workers)
 
 

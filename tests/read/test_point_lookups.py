@@ -252,7 +252,7 @@ def test_a_damaged_chunk_is_an_error_with_a_cache_and_read_anew_when_whole(
 ) -> None:
     view = baseline_only(store, ChunkCache(1 << 20))
     expected = baseline_only(store).read()[[150]]
-    path = next(Path(storage.root).glob("data/*/*/set-0.codes/c/1/0"))
+    path = next(Path(storage.root).glob("data/*/*set-0.codes/c/1/0"))
     whole = path.read_bytes()
     path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
 

@@ -117,8 +117,8 @@ def test_no_more_is_fetched_than_the_bound_before_it_is_taken(
 
     ahead = Prefetcher(readers, wanted, limit_bytes=limit)
     wait_until_idle(ahead)
-    assert {key.rpartition("/set-")[2] for key in storage.chunks} == {
-        one.places[0].path.rpartition("/set-")[2] for one in wanted[:3]
+    assert {key.rpartition(".set-")[2] for key in storage.chunks} == {
+        one.places[0].path.rpartition(".set-")[2] for one in wanted[:3]
     }
 
     assert ahead.take(0, wanted[0].places[0]) == readers[0].read_object(wanted[0].places[0].path)
@@ -173,7 +173,7 @@ def test_few_are_fetched_at_once_when_few_are_left(store: tuple[Store, list[Floa
 def test_damage_is_raised_by_the_read_that_meets_it_and_leaves_no_thread(
     store: tuple[Store, list[Float32s]], storage: FarStorage, damage: str
 ) -> None:
-    path = sorted(Path(storage.root).glob("data/*/*/set-0.codes/c/7/0"))[0]
+    path = sorted(Path(storage.root).glob("data/*/*set-0.codes/c/7/0"))[0]
     if damage == "flip":
         path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
     else:

@@ -92,7 +92,7 @@ def save(store: Store, rows: int, *, changes: int = 0) -> list[Float32s]:
 
 def entries_of(store: Store, segment: int = 0) -> dict[str, ArrayEntry]:
     manifest = store.snapshot().readers[segment].manifest
-    return {one.path.rpartition("/")[2]: one for one in (*manifest.arrays, *manifest.dense_arrays)}
+    return {one.path.partition(".")[2]: one for one in (*manifest.arrays, *manifest.dense_arrays)}
 
 
 @pytest.fixture
@@ -191,7 +191,8 @@ def test_a_row_is_looked_up_by_the_bytes_of_its_chunk_alone(store: Store) -> Non
 def test_plain_zarr_reads_them_without_a_warning(store: Store) -> None:
     states = save(store, 173)
 
-    opened = {path.parent.name: zarr.open_array(str(path.parent), mode="r") for path in array_documents(store)}
+    documents = [path.parent for path in array_documents(store)]
+    opened = {path.name.partition(".")[2]: zarr.open_array(str(path), mode="r") for path in documents}
 
     assert same_bits(integers_of(opened["set-0.codes"]).astype(np.float32) * np.float32(0.25), states[0])
     assert integers_of(opened["set-0.rows"]).tolist() == list(range(173))
@@ -200,11 +201,11 @@ def test_plain_zarr_reads_them_without_a_warning(store: Store) -> None:
 
 
 def array_documents(store: Store) -> list[Path]:
-    return [path for path in Path(store.url).glob("data/*/*/*/zarr.json") if "." in path.parent.name]
+    return [path for path in Path(store.url).glob("data/*/*/zarr.json") if "." in path.parent.name]
 
 
 def damaged(store: Store, name: str, change: Callable[[bytes], bytes]) -> None:
-    (path,) = Path(store.url).glob(f"data/*/*/{name}")
+    (path,) = Path(store.url).glob(f"data/*/r*.{name}")
     data = change(path.read_bytes())
     if data:
         path.write_bytes(data)
@@ -237,7 +238,7 @@ def test_damage_in_a_shard_is_an_error_that_names_it(store: Store, damage: str) 
         with pytest.raises(MissingObject if damage == "remove" else CorruptObject) as raised:
             read(store.snapshot().table("t"))
         assert str(raised.value.path).endswith("set-0.codes/c/0/0")
-    assert [problem.path.rpartition("/set-")[2] for problem in verify_store(store).problems] == ["0.codes/c/0/0"]
+    assert [problem.path.rpartition(".set-")[2] for problem in verify_store(store).problems] == ["0.codes/c/0/0"]
 
 
 def test_swapped_chunks_under_a_true_digest_are_found_by_a_shallow_check(
@@ -256,7 +257,7 @@ def test_swapped_chunks_under_a_true_digest_are_found_by_a_shallow_check(
     with Store.create_on(FarStorage(str(tmp_path / "other"))) as other:
         save(other, 173)
 
-        assert [problem.path.rpartition("/set-")[2] for problem in verify_store(other).problems] == ["0.codes/c/0/0"]
+        assert [problem.path.rpartition(".set-")[2] for problem in verify_store(other).problems] == ["0.codes/c/0/0"]
 
 
 def test_an_index_of_other_chunks_is_found_by_verify_and_never_read(store: Store) -> None:
@@ -340,7 +341,7 @@ def test_objects_of_a_list_that_failed_half_way_are_deleted_and_not_listed(store
 
     assert left
     assert [group.path for group in receipt.groups] == [written.group]
-    assert [entry.path for entry in receipt.objects] == [f"{folder}/zarr.json"]
+    assert receipt.objects == ()
     assert not left & {stat.key for stat in store.storage.list_objects(f"data/{name}/")}
 
 

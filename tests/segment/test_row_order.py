@@ -92,9 +92,9 @@ def test_other_lists_stay_in_the_order_of_their_ids() -> None:
 def test_arrays_of_few_codes_stay_in_the_order_of_their_ids(rows: int, has_order: bool) -> None:
     widths = (("codes", INT16, DIM), ("rows", np.dtype(np.int64), None), ("slots/momentum1", INT16, None))
 
-    arrays_of = GroupShape("add", widths, "slots/momentum1").arrays_at("r/add-0", rows, rows)
+    arrays_of = GroupShape("add", widths, "slots/momentum1").arrays_at("r.add-0", rows, rows)
 
-    assert (arrays_of["codes"].order == "r/add-0.slots.momentum1") == has_order
+    assert (arrays_of["codes"].order == "r.add-0.slots.momentum1") == has_order
 
 
 # A store of them.

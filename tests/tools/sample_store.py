@@ -114,7 +114,7 @@ class Forgery:
     def copy_list(self, row_list: RowListEntry, operation: str) -> tuple[RowListEntry, list[ArrayEntry]]:
         """Return the same rows in another list, and its arrays: those of the list once more, in a group of its own."""
         group = row_list.arrays["rows"].path.removesuffix(".rows")
-        other = f"{group.rpartition('/')[0]}/{operation}-9"
+        other = f"{group.partition('.')[0]}.{operation}-9"
         for path in [path for path in self._objects if path.startswith(f"{group}.")]:
             data = self._store.storage.read(layout.segment_key(self._segment, path))
             assert data is not None

@@ -93,7 +93,7 @@ def test_show_sizes_are_those_on_disk(root: Path) -> None:
                 array = name.split("/c/")[0]
                 kind = next(
                     kind
-                    for mark, kind in (("/dense.", "dense"), (".slots.", "slots"), (".rows", "rows"), ("", "codes"))
+                    for mark, kind in ((".dense.", "dense"), (".slots.", "slots"), (".rows", "rows"), ("", "codes"))
                     if mark in array
                 )
             by_kind[kind] += path.stat().st_size

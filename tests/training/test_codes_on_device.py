@@ -46,7 +46,7 @@ def newest(store: Store) -> dict[str, Any]:
     head = store.snapshot()
     manifest = head.manifests[-1]
     found: dict[str, Any] = {
-        "objects": sorted((one.path.partition("/")[2], one.size, one.xxh3_128) for one in manifest.objects),
+        "objects": sorted((one.path[len("r00000-01234567") :], one.size, one.xxh3_128) for one in manifest.objects),
         "parts": [(one.table, one.rows, one.base_digest, one.state_digest) for one in manifest.parts],
         "kind": manifest.kind,
         "schemas": head.tables,

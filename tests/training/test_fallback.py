@@ -49,7 +49,7 @@ def newest_segment(root: Path) -> Path:
 
 
 def damage_chunk(root: Path) -> str:
-    path = next(newest_segment(root).glob("r*/add-0.codes/c/0/0"))
+    path = next(newest_segment(root).glob("r*.add-0.codes/c/0/0"))
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(bytes(data))
@@ -126,7 +126,7 @@ def test_a_baseline_that_is_damaged_takes_its_deltas_along(tmp_path: Path) -> No
         go_on(training, manager, STEPS, STEPS + 3)
         assert [report.kind for report in manager.history] == ["baseline", "delta", "delta"]
         baseline = manager.store.head().record.chain[0].seg
-    path = next((tmp_path / "data" / baseline).glob("r*/set-0.codes/c/0/0"))
+    path = next((tmp_path / "data" / baseline).glob("r*.set-0.codes/c/0/0"))
     path.write_bytes(path.read_bytes()[:-1])
     training = Training(KIND)
     with manager_of(tmp_path, training) as manager:
@@ -180,7 +180,7 @@ def test_damage_is_raised_and_nothing_written_if_no_version_is_whole(tmp_path: P
     trained(tmp_path)
     with Store.open(str(tmp_path)) as store:
         baseline = store.head().record.chain[0].seg
-    path = next((tmp_path / "data" / baseline).glob("r*/set-0.codes/c/0/0"))
+    path = next((tmp_path / "data" / baseline).glob("r*.set-0.codes/c/0/0"))
     path.write_bytes(b"")
 
     with manager_of(tmp_path, Training(KIND)) as manager:

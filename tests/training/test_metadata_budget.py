@@ -1,7 +1,8 @@
 """What a save of a training stores beside rows, as the manager makes it.
 
 Metadata is the record, the manifest, and the documents of the training: at most 4 kB, and 60 bytes for each touched
-table. The words of torch's generator are counted apart.
+table. The words of torch's generator are counted apart. Objects: two of the segment, two for each array of the tables
+and for the dense layer.
 """
 
 from __future__ import annotations
@@ -111,4 +112,5 @@ def test_metadata_of_a_save_grows_with_the_tables_that_it_touches(
     assert entry.kind == "delta"
     assert names == ["progress/0", "reader/0", "rng/0/numpy", "rng/0/python", "rng/0/torch", "trainer/0"]
     assert stored.keys() == {""} | drawn, "the manifest, which has what is small and changed"
+    assert len(found) == {"adagrad": 10, "sparse_adam": 12}[kind] + len(drawn)
     assert metadata - (TWISTER_BYTES if drawn else 0) <= 4000 + 60 * touched, stored

@@ -102,7 +102,7 @@ def check_objects(
     for name in (name for name, one in manifest.documents.items() if one.object is None):
         with _caught(findings, layout.segment_key(reader.name, layout.MANIFEST), versions):
             document_tree.decode(reader.read_document(name))
-    for folder in sorted({entry.path.partition("/")[0] for entry in manifest.objects}):
+    for folder in sorted({entry.path.partition("/")[0].partition(".")[0] for entry in manifest.objects}):
         key = layout.segment_key(reader.name, f"{folder}/{layout.RECEIPT}")
         with _caught(findings, key, ()):
             _check_receipt(storage, key, manifest)
