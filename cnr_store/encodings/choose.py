@@ -22,7 +22,10 @@ GREEDY_RATIOS = (0.1, 0.16, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _UNMEASURED: dict[int, tuple[int, float]] = {2: (25, 1.0), 3: (25, 1.0), 4: (45, 0.2), 8: (45, 0.2)}
 """The paper's settings by bits, for a sample without rows."""
 
-_SAMPLE_LIMIT, _SAMPLE_ELEMENTS = 256, 8_192
+_SAMPLE_LIMIT, _SAMPLE_ELEMENTS = 256, 2_048
+"""Of the rows that settings are tried on. With four times the elements the error was 1.0005 times smaller in the mean
+of normal, uniform, Laplace and t distributed rows of 8 to 128 columns, and 1.011 times at most."""
+
 _WORTH_THE_STEPS = 1.001
 """More greedy steps must lower the error by more than this factor to be taken."""
 
@@ -60,7 +63,7 @@ def choose_greedy(sample: Float32s, bits: int) -> tuple[int, float]:
     """Return (num_bins, ratio) of the greedy search with the least mean l2 error on a sample of rows.
 
     Of all settings within 0.1 % of the least error, the one with the fewest steps. At most 256 rows of the
-    sample (fewer beyond 32 columns), evenly spaced, are used; rows that cannot be encoded are left out; without any
+    sample (fewer beyond 8 columns), evenly spaced, are used; rows that cannot be encoded are left out; without any
     row the paper's settings are returned.
 
     Parameters

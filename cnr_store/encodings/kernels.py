@@ -127,6 +127,17 @@ def lattice_squared_errors(values, scale, out):  # type: ignore[no-untyped-def]
 
 
 @_compiled
+def largest_magnitude(bits):  # type: ignore[no-untyped-def]
+    """Return the largest bits without sign of float32 (n, d), given as uint32; 0 without any. Of NaN they are most."""
+    largest = np.uint32(0)
+    for i in range(bits.shape[0]):
+        for j in range(bits.shape[1]):
+            magnitude = np.uint32(bits[i, j] & np.uint32(0x7FFFFFFF))
+            largest = magnitude if magnitude > largest else largest
+    return largest
+
+
+@_compiled
 def lattice_squared_error(values, scale):  # type: ignore[no-untyped-def]
     """Return the sum of `lattice_squared_errors`: float64. For searches, which ask for it many times for a table."""
     step = np.float32(scale)

@@ -313,17 +313,14 @@ def _target_of(sample: Float32s, bits: AffineBits) -> _AffineError:
 
 
 def _largest(sample: Float32s) -> float:
-    """Return the largest absolute value of a finite sample, 0 for an empty one."""
-    return max(float(np.max(sample, initial=0.0)), -float(np.min(sample, initial=0.0)))
+    """Return the largest absolute value of a sample (n, d), 0 for an empty one; Inf or NaN where it is not finite."""
+    bits = kernels.largest_magnitude(np.ascontiguousarray(sample).view(np.uint32))
+    return float(np.uint32(bits).view(np.float32))
 
 
 def _finite(sample: Float32s) -> Float32s:
     """Return the rows without NaN and Inf: the sample itself where it has no others."""
-    if sample.size == 0:
-        return sample[:0]
-    # A maximum of a row with NaN is NaN, and says so of Inf.
-    is_finite = math.isfinite(float(np.max(sample))) and math.isfinite(float(np.min(sample)))
-    return sample if is_finite else sample[np.isfinite(sample).all(axis=1)]
+    return sample if math.isfinite(_largest(sample)) else sample[np.isfinite(sample).all(axis=1)]
 
 
 def _check_one_target(precision: Precision) -> None:

@@ -86,6 +86,17 @@ def test_corrections_find_about_the_scale_that_a_bisection_finds(bits: AffineBit
     assert scale.lattice_mse(rows, found) >= 0.995 * min(target, scale.lattice_mse(rows, searched))
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (1, 1), (37, 7)])
+@pytest.mark.parametrize("spoiled", [None, np.inf, -np.inf, np.nan])
+def test_the_largest_magnitude_is_that_of_numpy(shape: tuple[int, int], spoiled: float | None) -> None:
+    rows = -np.abs(normal_rows(*shape))
+    if spoiled is not None:
+        rows[-1:, -1] = spoiled
+    found = np.uint32(kernels.largest_magnitude(rows.view(np.uint32))).view(np.float32)
+
+    np.testing.assert_equal(found, np.max(np.abs(rows), initial=np.float32(0)))
+
+
 def test_more_bits_give_a_finer_scale() -> None:
     rows = normal_rows(n=256)
     scales = [scale.choose_scale(rows, Precision(bits=bits)) for bits in (2, 3, 4, 8)]
