@@ -5,7 +5,7 @@ Opening a chain (`segment.open_chain`) raises at the first contradiction. `cnr v
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -35,17 +35,12 @@ def chain_problems(manifests: Sequence[Manifest], known: int = 0) -> Iterator[Co
     known
         How many of the first manifests were checked together before.
     """
-    lives: dict[str, TableSchema] = {}
-    for index, manifest in enumerate(manifests):
-        if index >= known:
-            yield from _check_lives(index, lives, manifest, manifests[index - 1] if index else None)
-            yield from _check_ends(index, manifests[index - 1] if index else None, manifest)
-            if index:
-                yield from _check_starts(index, manifests[index - 1], manifest)
-        for table in manifest.recorded:
-            schema, first = manifest.tables[table], lives.get(table)
-            if first is None or first.generation != schema.generation:
-                lives[table] = schema
+    for index in range(known, len(manifests)):
+        before = manifests[index - 1] if index else None
+        yield from _check_lives(index, manifests)
+        yield from _check_ends(index, before, manifests[index])
+        if before is not None:
+            yield from _check_starts(index, before, manifests[index])
 
 
 def record_problems(record: CommitRecord, last: Manifest) -> Iterator[str]:
@@ -61,18 +56,15 @@ def is_one_life(first: TableSchema, schema: TableSchema) -> bool:
     return msgspec.structs.replace(first, num_rows=schema.num_rows, shift=schema.shift, fill=schema.fill) == schema
 
 
-def _check_lives(
-    index: int, lives: Mapping[str, TableSchema], manifest: Manifest, before: Manifest | None
-) -> Iterator[Contradiction]:
-    """Yield schemas that change within a generation beyond what `is_one_life` allows.
-
-    ``lives`` has the schema with which the newest life of each table began, before this segment.
-    """
-    for table in manifest.recorded:
-        schema, first = manifest.tables[table], lives.get(table)
+def _check_lives(index: int, manifests: Sequence[Manifest]) -> Iterator[Contradiction]:
+    """Yield schemas that change within a generation beyond what `is_one_life` allows."""
+    manifest, earlier = manifests[index], manifests[:index]
+    for table in manifest.recorded if earlier else ():
+        schema, old = manifest.tables[table], earlier[-1].tables.get(table)
+        # Nearly all tables have the schema that they had, as one object (`manifest_state.with_state`).
+        first = None if schema is old else _first_of_life(table, earlier)
         if first is None:
             continue
-        old = None if before is None else before.tables.get(table)
         if schema.generation != first.generation or old is None:
             if schema.generation <= first.generation:
                 message = f"table {table!r} begins again in generation {schema.generation}, after {first.generation}"
@@ -86,6 +78,15 @@ def _check_lives(
         if schema.shift - first.shift > MAX_SHIFT_IN_CHAIN:
             message = f"table {table!r}: shift goes from {first.shift} to {schema.shift} within one chain"
             yield Contradiction(index, message, table)
+
+
+def _first_of_life(table: str, earlier: Iterable[Manifest]) -> TableSchema | None:
+    """Return the schema with which the newest life of a table began; None of a table that was never there."""
+    first: TableSchema | None = None
+    for schema in (manifest.tables.get(table) for manifest in earlier):
+        if schema is not None and (first is None or first.generation != schema.generation):
+            first = schema
+    return first
 
 
 def _check_starts(index: int, before: Manifest, after: Manifest) -> Iterator[Contradiction]:

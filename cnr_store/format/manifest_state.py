@@ -106,12 +106,11 @@ def _is_as_before(parts: Sequence[PartLine] | None, before: Iterable[PartEntry])
     """Whether the parts have no rows, and the same rectangles and state digests as those before."""
     if parts is None:
         return True
+    if any((part.add, part.set, part.delete, part.escape) != (None, None, None, None) for part in parts):
+        return False  # most that were given, told without looking at those before
     ends = {(part.rows, part.columns): part.state_digest for part in before}
     if len(parts) != len(ends):
         return False
     return all(
-        (part.add, part.set, part.delete, part.escape) == (None, None, None, None)
-        and (part.rows, part.columns) in ends
-        and ends[part.rows, part.columns] == part.state_digest
-        for part in parts
+        (part.rows, part.columns) in ends and ends[part.rows, part.columns] == part.state_digest for part in parts
     )

@@ -330,7 +330,7 @@ def test_a_commit_of_four_ranks_costs_their_objects_and_three_receipts() -> None
     record = f"{version:020d}.json"
     puts = [[name for operation, name in of_rank if operation in ("write", "create")] for of_rank in calls]
     reads = [[name for operation, name in of_rank if operation == "read"] for of_rank in calls]
-    per_writer = 1 + 2 * 2  # its Zarr group; metadata and a chunk of the rows and of the codes
+    per_writer = 2 * 2  # metadata and a chunk of the rows and of the codes
     assert [len(of_rank) for of_rank in puts] == [per_writer + 1 + 1 + 1 + 1, per_writer + 1, 1, 1]
     assert len(segment.objects) == 2 * per_writer + 1
     assert [of_rank.count("_receipt.json.zst") for of_rank in puts] == [0, 1, 1, 1]
