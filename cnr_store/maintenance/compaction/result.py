@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from cnr_store.errors import CorruptStore, MissingObject
-from cnr_store.format.documents import pack
 from cnr_store.format.layout import segment_key
 from cnr_store.format.manifest import expand
 from cnr_store.format.records import MAJOR, ChainEntry, Manifest, Receipt, SegmentDocument
