@@ -7,7 +7,7 @@ it follows from the order of the model's parameters and from their shapes, or th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -143,6 +143,7 @@ def _optimizers(
     """Yield the state dicts of optimizers that lie in nested dicts and lists."""
     if depth > MAX_DEPTH or at in skipped:
         return
+    _check_has_groups(value, at)
     if _is_optimizer(value):
         yield at, value
     else:
@@ -157,6 +158,34 @@ def _is_optimizer(value: Any) -> bool:
         isinstance(groups, list | tuple)
         and isinstance(value.get("state", {}), Mapping)
         and all(isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple) for group in groups)
+    )
+
+
+def _check_has_groups(value: Any, at: Place) -> None:
+    """Return if a value is no optimizer's state whose groups are lost: its slots would become tables of their own.
+
+    Raises
+    ------
+    BadInput
+    """
+    if not isinstance(value, Mapping):
+        return
+    if any(isinstance(key, str) and key.startswith("param_groups.") for key in value):
+        problem = "is flattened, so which parameters make a group is lost; save it without flatten_optimizer_state_dict"
+    elif list(value) == ["state"] and isinstance(value["state"], Mapping) and _are_states(value["state"].values()):
+        problem = (
+            "has states by name and no groups, as TorchRec's fused optimizers save it; load it with TorchRec, and save "
+            "the training with a CheckpointManager"
+        )
+    else:
+        return
+    place = ".".join(map(str, at))
+    raise BadInput(f"the optimizer at {place!r} {problem}", found=place)
+
+
+def _are_states(values: Collection[Any]) -> bool:
+    return bool(values) and all(
+        isinstance(one, Mapping) and any(isinstance(value, torch.Tensor) for value in one.values()) for one in values
     )
 
 

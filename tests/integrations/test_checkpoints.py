@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cnr_store import BadInput, NotFound, Store, TableOptions, verify_store
@@ -244,6 +244,29 @@ def test_state_of_other_shapes_than_the_model_is_refused(tmp_path: Path) -> None
         load_checkpoint(saved(tmp_path, optimizer, model))
 
 
+def test_an_optimizer_whose_groups_are_lost_is_refused(tmp_path: Path) -> None:
+    torchrec = pytest.importorskip("torchrec.optim.keyed")
+    model = Recommender()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, flattened = get_state_dict(model, optimizer, options=flat)
+    keyed = torchrec.KeyedOptimizerWrapper(dict(model.named_parameters()), lambda given: torch.optim.Adam(given))
+    keyed.init_state()
+
+    for optim, message in (
+        (flattened, r"'optim' is flattened.*flatten_optimizer_state_dict"),
+        (keyed.state_dict(), r"'optim' has states by name and no groups.*CheckpointManager"),
+    ):
+        torch.save({"model": weights, "optim": optim}, tmp_path / "old.pt")
+        with pytest.raises(BadInput, match=message):
+            load_checkpoint(tmp_path / "old.pt")
+    dcp.save({"model": weights, "optim": flattened}, checkpoint_id=tmp_path / "old", no_dist=True)
+    with pytest.raises(BadInput, match="'optim' is flattened"):
+        load_checkpoint(tmp_path / "old")
+
+
 def test_the_model_among_several_entries_must_be_named(tmp_path: Path) -> None:
     model, average = Recommender(), Recommender()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -337,6 +360,16 @@ def test_an_index_that_names_other_files_is_refused(folder: Path) -> None:
         load_checkpoint(folder)
 
 
+def test_a_tensor_with_missing_pieces_is_refused(folder: Path) -> None:
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    name, about = next((name, one) for name, one in index.state_dict_metadata.items() if hasattr(one, "size"))
+    about.size = torch.Size([about.size[0] + 1, *about.size[1:]])
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+    with pytest.raises(BadInput, match=f"pieces of tensor '{name}' are missing"):
+        load_checkpoint(folder)
+
+
 def test_every_cut_of_a_dcp_folder_is_an_error(folder: Path) -> None:
     index, data = (folder / ".metadata").read_bytes(), (folder / "__0_0.distcp").read_bytes()
     for length in range(0, len(index), 97):
@@ -351,6 +384,26 @@ def test_every_cut_of_a_dcp_folder_is_an_error(folder: Path) -> None:
     (folder / "__0_0.distcp").unlink()
     with pytest.raises(NotFound, match=r"__0_0\.distcp"):
         load_checkpoint(folder)
+
+
+def test_a_cut_file_is_named(folder: Path) -> None:
+    data = (folder / "__0_0.distcp").read_bytes()
+    (folder / "__0_0.distcp").write_bytes(data[:-1])
+
+    with pytest.raises(BadInput, match=r"__0_0\.distcp ends before byte \d+; copy the checkpoint again"):
+        load_checkpoint(folder)
+
+
+def test_a_torch_file_with_code_or_without_a_dict_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for content, message in ((_Evil(), "weights only"), ([torch.ones(3)], "contains a list, expected a dict")):
+        torch.save(content, tmp_path / "x.pt")
+
+        with pytest.raises(BadInput, match=message):
+            load_checkpoint(tmp_path / "x.pt")
+
+    assert capsys.readouterr().out == ""
 
 
 def test_sparse_and_complex_tensors_are_refused(tmp_path: Path) -> None:
