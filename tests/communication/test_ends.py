@@ -1,29 +1,50 @@
-"""A rank of a test ends without threads of gloo: one that drops its tensors while the interpreter ends aborts it."""
+"""A group whose models are gone is really destroyed: a thread of gloo that is left can abort the interpreter's end."""
 
 from __future__ import annotations
 
-import atexit
-import json
+import gc
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from cnr_store.communication import ThresholdedGradients
-from tests.communication.conftest import RunRanks
 from tests.communication.models import Clicks
+from tests.support.launcher import PATHS, REPOSITORY
+
+_RUN = "import sys; from tests.communication.test_ends import main; main(sys.argv[1])"
+_ENVIRONMENT = os.environ | {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
 
 
-def count_threads_at_exit() -> None:
-    """Leave a model in a reference cycle. The last line that the rank prints is its number of threads."""
+def train() -> None:
+    """A backward pass of a model that ends in a reference cycle."""
     model = DistributedDataParallel(Clicks().layers)
     hook = ThresholdedGradients()
     hook.register(model)
     model(torch.randn(4, 20)).sum().backward()
     cycle: list[object] = [model, hook]
     cycle.append(cycle)
-    atexit.register(lambda: print(json.dumps(len(list(Path("/proc/self/task").iterdir())))))  # noqa: T201
 
 
-def test_no_thread_of_gloo_is_left_when_a_rank_ends(run_ranks: RunRanks) -> None:
-    assert run_ranks(2, count_threads_at_exit) == [1, 1]
+def main(meeting: str) -> None:
+    """Print the number of threads with a group, and after it is destroyed."""
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
+    train()
+    with_group = len(list(Path("/proc/self/task").iterdir()))
+    gc.collect()
+    dist.destroy_process_group()
+    print(with_group, len(list(Path("/proc/self/task").iterdir())))  # noqa: T201
+
+
+def test_no_thread_of_gloo_is_left_without_the_group(tmp_path: Path) -> None:
+    run = [sys.executable, "-c", _RUN, str(tmp_path / "meeting")]  # an interpreter in which nothing was trained yet
+
+    ended = subprocess.run(run, capture_output=True, text=True, check=True, cwd=REPOSITORY, env=_ENVIRONMENT)
+
+    with_group, without = map(int, ended.stdout.split())
+    assert with_group > 1
+    assert without == 1
