@@ -9,6 +9,7 @@ the mutation's doing or a slow machine's: such a test notices the mutation by it
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import itertools
 import os
@@ -37,7 +38,10 @@ _NOT_COPIED = shutil.ignore_patterns(
     ".hypothesis", ".benchmarks", "demo-store",
 )  # fmt: skip
 
-_PRELOADED = ("numpy", "numba", "zarr", "pyarrow", "fsspec", "msgspec", "psutil", "hypothesis.strategies")
+_PRELOADED = (
+    "numpy", "numba", "zarr", "pyarrow", "fsspec", "msgspec", "psutil", "xxhash", "jsonschema", "http.server",
+    "hypothesis.strategies", "anyio.pytest_plugin", "pytest_timeout", "xdist.plugin",
+)  # fmt: skip
 """Imported once: a run is a fork of this process, so only this library and the tests are imported for each mutation."""
 
 _FOLDERS = ("", "gpu", "tools")
@@ -273,6 +277,7 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.monotonic()
     for name in _PRELOADED:
         importlib.import_module(name)
+    gc.freeze()  # forks do not look at these objects, nor copy their memory, when they collect garbage
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         results = run(mutations, max(1, min(options.jobs, len(mutations))), Path(folder), options.timeout)
     equivalents = Counter(one.area for one in entries if one.is_equivalent)
