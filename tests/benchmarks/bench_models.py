@@ -1,7 +1,7 @@
-"""What saves of realistic models cost: MLPerf's DLRM-DCNv2, and models of 300 and 1,000 tables.
+"""What saves and restores of realistic models cost: MLPerf's DLRM-DCNv2, and models of 300 and 1,000 tables.
 
 ``python tests/benchmarks/bench_models.py [--model mlperf/adam zipf300/adagrad ...] [--bits 8] [--divided-by 1]``: of
-each model the first save, and a save of 1 % touched rows, beside `torch.save` of the same tensors and beside saves of
+each model the first save, a save of 1 % touched rows, and a restore, beside `torch.save` of the same tensors and beside
 as many elements in one table. The disk is synced by everybody. Objects are files; metadata is everything in JSON.
 """
 
@@ -26,7 +26,7 @@ ONE_TABLE = 1.3
 """Goal of the first save of many tables, against one table of as many elements."""
 COLUMNS = (
     "model", "tables", "M elements", "torch.save s", "first: stall s", "committed s", "CPU s", "objects", "JSON kB",
-    "delta: stall ms", "committed s", "CPU s", "objects", "JSON kB",
+    "delta: stall ms", "committed s", "CPU s", "objects", "JSON kB", "restore: s", "CPU s",
 )  # fmt: skip
 
 
@@ -36,6 +36,7 @@ class Saves:
 
     full: list[Cost] = field(default_factory=list)
     delta: list[Cost] = field(default_factory=list)
+    restore: list[Cost] = field(default_factory=list)
     peer: list[Cost] = field(default_factory=list)
     objects: tuple[int, int] = (0, 0)
     """Of the first save, and of the one behind it."""
@@ -43,7 +44,7 @@ class Saves:
 
 
 def run_round(place: Place, trainee: Trainee, bits: AffineBits, saves: Saves) -> None:
-    """Save the model once whole and twice in part, of which the second counts."""
+    """Save the model once whole and twice in part, of which the second counts, and restore it."""
     trainee.start_again()
     store = Cnr(bits)
     store.open(place, trainee)
@@ -56,6 +57,7 @@ def run_round(place: Place, trainee: Trainee, bits: AffineBits, saves: Saves) ->
         middle = _files(store.url)
         saves.delta.append(measured(store.save))
         after = _files(store.url)
+        saves.restore.append(measured(store.load))
     finally:
         store.close()
     saves.objects = (len(before), len(after) - len(middle))
@@ -87,6 +89,7 @@ def report_models(report: harness.Report, models: Sequence[BenchModel], found: d
             median(saves.full, "cpu_s"), saves.objects[0], saves.metadata_bytes[0] / 1e3,
             1e3 * median(saves.delta, "stall_s"), median(saves.delta, "done_s"), median(saves.delta, "cpu_s"),
             saves.objects[1], saves.metadata_bytes[1] / 1e3,
+            median(saves.restore, "done_s"), median(saves.restore, "cpu_s"),
         ])  # fmt: skip
     report.table(
         f"saves of realistic models; a delta of {TOUCHED:.0%} of the rows of each table",
@@ -100,7 +103,7 @@ def report_models(report: harness.Report, models: Sequence[BenchModel], found: d
         mine = found[model.name]
         for what, ours, theirs, goal in (
             ("first save", mine.full, alone.full, ONE_TABLE), ("delta", mine.delta, alone.delta, None),
-            ("stall of a delta", mine.delta, alone.delta, None),
+            ("stall of a delta", mine.delta, alone.delta, None), ("restore", mine.restore, alone.restore, None),
         ):  # fmt: skip
             column = "stall_s" if what.startswith("stall") else "cpu_s"
             ratios = [getattr(a, column) / getattr(b, column) for a, b in zip(ours, theirs, strict=True)]

@@ -75,6 +75,6 @@ def test_saves_of_models_are_reported_beside_one_table_of_their_size(tmp_path, c
     found = bench_models.measure(local_disk(tmp_path), both, 8, 1)
     bench_models.report_models(report, both, found)
 
-    assert [line.name.partition(",")[0] for line in report.lines] == ["small"] * 3
+    assert [line.name.partition(",")[0] for line in report.lines] == ["small"] * 4
     assert min(found["small"].objects) > 0
     assert "small, in one table" in capsys.readouterr().out

@@ -85,7 +85,7 @@ def test_floats_are_as_large_as_they_are():
 
 def test_a_part_of_several_chunks_has_an_object_for_each():
     cluster = Cluster(ranks=1, hosts=1)
-    assert objects_of(100, 16, cluster) == 9
+    assert objects_of(100, 16, cluster) == 8
     few, many = objects_of(1e6, 64, cluster), objects_of(2e6, 64, cluster)
     assert many - few == pytest.approx(few - 6, abs=6)
 
