@@ -87,6 +87,19 @@ def test_a_report_shows_versions_tables_and_names(url: str, tmp_path: Path) -> N
     assert "every object that a version needs was read" in page
 
 
+def test_a_key_names_the_kinds_that_are_drawn(url: str, tmp_path: Path) -> None:
+    def keys() -> str:
+        cnr("report", url, "-o", tmp_path / "report.html")
+        return (tmp_path / "report.html").read_text().split("What a restore of each version reads")[1][:900]
+
+    before = keys()
+    with Store.open(url) as store:
+        compact(store)
+
+    assert "compaction" not in before
+    assert "compaction" in keys()
+
+
 def test_a_report_shows_what_compaction_did(url: str, tmp_path: Path) -> None:
     with Store.open(url) as store:
         assert next(one.outcome for one in compact(store)) == "committed"

@@ -82,6 +82,8 @@ def bar_chart(
             f'width="{max(1.0, step - (1 if step > 3 else 0)):.1f}" height="{tall:.1f}">'
             f"<title>{escape(bar.hint)}</title></rect>"
         )
+    if is_log:
+        parts.append(_text(WIDTH - RIGHT, TOP - 4, "logarithmic axis", "end"))
     for mark in named:
         x = LEFT + (mark.at + 0.5) * step
         parts.append(f'<path class="mark" d="M{x:.1f} {TOP + plot_height + 3} l4 8 h-8 z"/>')

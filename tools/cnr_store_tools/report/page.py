@@ -11,6 +11,8 @@ from cnr_store_tools.report.charts import Bar, NamedBar, bar_chart, sparkline, s
 from cnr_store_tools.report.facts import SAVED, StoreFacts, VersionFacts
 from cnr_store_tools.text import count_text, duration_text, one_line, ranges_text, size_text, time_text
 
+_KINDS = (("baseline", "baseline"), ("delta", "delta"), ("compact", "compaction"), ("other", "tag, channel, ..."))
+"""Styles of bars, and what they mean."""
 MOST_TABLES = 200
 STYLE = """
 :root { color-scheme: light dark; --fg: #1d2330; --bg: #ffffff; --quiet: #667; --line: #dde; --panel: #f6f7fb;
@@ -106,7 +108,7 @@ def _sizes(facts: StoreFacts) -> str:
         for one in facts.versions for name in one.names
         if (nearest := max((version for version in at if version <= one.version), default=None)) is not None
     ]  # fmt: skip
-    keys = _keys([("baseline", "baseline"), ("delta", "delta")])
+    keys = _keys([(style, name) for style, name in _KINDS if style in SAVED])
     chart = bar_chart(
         bars, label="bytes of each checkpoint", unit=_size_axis, ends=_ends(saved), marks=marks, is_log=True
     )
@@ -127,9 +129,8 @@ def _restores(facts: StoreFacts) -> str:
         )
         for one in shown
     ]  # fmt: skip
-    keys = _keys(
-        [("baseline", "baseline"), ("delta", "delta"), ("compact", "compaction"), ("other", "tag, channel, ...")]
-    )
+    drawn = {bar.style for bar in bars}
+    keys = _keys([(style, name) for style, name in _KINDS if style in drawn])
     chart = bar_chart(bars, label="bytes that a restore of each version reads", unit=_size_axis, ends=_ends(shown))
     return f"<h2>What a restore of each version reads</h2>{keys}{chart}"
 
