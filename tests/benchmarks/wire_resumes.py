@@ -131,7 +131,7 @@ def resumes(report: harness.Report, options: argparse.Namespace) -> None:
             arguments = (name, folder, options.seeds, options.steps)
             stayed: list[Found] = on_ranks(WORLD, "wire_resumes", "train_and_save", *arguments)
             found: dict[tuple[int, str], list[Found]] = {}
-            for world in (WORLD, *OTHERS):
+            for world in (WORLD, *OTHERS[: 1 if options.quick else None]):
                 both = on_ranks(world, "wire_resumes", "resume", *arguments)
                 found |= {(world, how): runs for how, runs in zip(HOWS, both, strict=True)}
         _report(report, name, stayed, found, options.steps)
