@@ -239,8 +239,8 @@ def measure_training(
 ) -> None:
     """Run the sides in turn and report steps per second of each, and what saves take of them."""
     stores = {
-        "no manager": None,
-        "never saves": Cnr(BITS),
+        NEVER[0]: None,
+        NEVER[1]: Cnr(BITS),
         "saves after every step": Cnr(BITS, every_steps=1),
         f'every_steps="auto", {AUTO:.0%}': Cnr(BITS, every_steps="auto", overhead=AUTO),
     }
@@ -276,6 +276,7 @@ def _warm_up(side: Side) -> None:
         side.block(10)
 
 
+NEVER = ("no manager", "never saves")
 TRAINING_COLUMNS = (
     "training", "steps per s", "steps per CPU s", "lost, time", "lost, CPU time", "saves per hour",
     "a crash loses at most",
@@ -285,18 +286,19 @@ TRAINING_COLUMNS = (
 def _report_training(
     report: harness.Report, what: str, block: int, found: Mapping[str, harness.Timings], saves: Mapping[str, int]
 ) -> None:
-    reference = found["never saves"]
+    reference = found[NEVER[1]]
     rows: list[list[harness.Cell]] = []
     for name, timings in found.items():
         lost = [
             statistics.median(100 * (a / b - 1) for a, b in zip(mine, theirs, strict=True))
             for mine, theirs in ((timings.wall, reference.wall), (timings.cpu, reference.cpu))
         ]
-        apart = block * len(timings.wall) / max(1, saves[name])
+        trained = block * len(timings.wall)
+        loses = "everything" if name in NEVER else f"more than {trained} steps"
         rows.append([
             name, block / statistics.median(timings.wall), block / statistics.median(timings.cpu),
             f"{lost[0]:.1f}%", f"{lost[1]:.1f}%", 3600 * saves[name] / sum(timings.wall),
-            f"{2 * apart:.0f} steps" if saves[name] else "everything",
+            f"{2 * trained / saves[name]:.0f} steps" if saves[name] else loses,
         ])  # fmt: skip
         report.timings(f"{what}: {name}", timings)
         if "auto" in name:
