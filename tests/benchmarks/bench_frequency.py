@@ -339,6 +339,7 @@ def main() -> None:
                 measure_saves(place, training, QUICK)  # imports, compiled code and connections are there from then on
                 rounds, taken = measure_saves(place, training, size)
                 report_saves(report, what, rounds, taken, training.state.size_bytes)
+                del training  # memory for four others
                 block = max(3, round(size.block_s / statistics.median(taken.wall)))
                 measure_training(report, what, place, makers[model], block, size.repeats)
     report.note(PUBLISHED)
