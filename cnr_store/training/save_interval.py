@@ -41,6 +41,8 @@ class SaveCost:
         nothing.
     write_s
         Seconds from the end of the stall to the commit.
+    stretch
+        Seconds that a CPU second of the training takes, 1 or more: it waits where there are more threads than cores.
     """
 
     kind: Literal["baseline", "delta"]
@@ -48,11 +50,12 @@ class SaveCost:
     cpu_s: float
     busy: float
     write_s: float
+    stretch: float = 1.0
 
     @property
     def lost_s(self) -> float:
         """Seconds by which the save delayed the training."""
-        return self.stall_s + self.busy * self.cpu_s
+        return self.stall_s + self.busy * self.stretch * self.cpu_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ class SaveMeasure:
     ----------
     saves
         Number of saves that the medians are of.
-    stall_s, cpu_s, busy
+    stall_s, cpu_s, busy, stretch
         As in `SaveCost`.
     baseline_s
         What a later baseline costs beyond a delta, divided by the saves from one baseline to the next.
@@ -77,6 +80,7 @@ class SaveMeasure:
     stall_s: float
     cpu_s: float
     busy: float
+    stretch: float
     baseline_s: float
     write_s: float
     step_s: float
@@ -84,7 +88,7 @@ class SaveMeasure:
     @property
     def lost_s(self) -> float:
         """Seconds by which a save delays the training."""
-        return self.stall_s + self.busy * self.cpu_s + self.baseline_s
+        return self.stall_s + self.busy * self.stretch * self.cpu_s + self.baseline_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +130,10 @@ class SaveInterval:
             "start": "",
         }[self.limit]
         baseline = f", and {found.baseline_s:.3g} s for baselines" if found.baseline_s else ""
+        slow = f" that each take {found.stretch:.3g} s" if found.stretch > 1.05 else ""
         return (
             f"every {self.every_steps} steps ({reason}): a save costs {found.lost_s:.3g} s (a stall of "
-            f"{found.stall_s:.3g} s, {found.cpu_s:.3g} s of CPU time with {found.busy:.0%} of the cores busy"
+            f"{found.stall_s:.3g} s, {found.cpu_s:.3g} s of CPU time{slow} with {found.busy:.0%} of the cores busy"
             f"{baseline}), {share:.2%} of the training, whose step takes {found.step_s:.3g} s; medians of "
             f"{found.saves} saves"
         )
@@ -147,7 +152,8 @@ def measured(costs: Sequence[SaveCost], steps_s: Sequence[float]) -> SaveMeasure
         return None
     found = SaveMeasure(
         saves=len(newest), stall_s=median(cost.stall_s for cost in newest), cpu_s=median(cost.cpu_s for cost in newest),
-        busy=median(cost.busy for cost in newest), baseline_s=0.0, write_s=max(cost.write_s for cost in newest),
+        busy=median(cost.busy for cost in newest), stretch=median(cost.stretch for cost in newest), baseline_s=0.0,
+        write_s=max(cost.write_s for cost in newest),
         step_s=median(steps_s[-STEPS_IN_MEDIAN:]),
     )  # fmt: skip
     baselines = [-1, *(index for index, cost in enumerate(counted) if cost.kind == "baseline")]
@@ -167,7 +173,9 @@ def choose_interval(overhead: float, measures: Sequence[SaveMeasure | None]) -> 
 
     Examples
     --------
-    >>> save = SaveMeasure(saves=5, stall_s=0.01, cpu_s=0.2, busy=0.5, baseline_s=0.0, write_s=0.4, step_s=0.1)
+    >>> save = SaveMeasure(
+    ...     saves=5, stall_s=0.01, cpu_s=0.2, busy=0.5, stretch=1.0, baseline_s=0.0, write_s=0.4, step_s=0.1
+    ... )
     >>> print(choose_interval(0.01, [save]))  # doctest: +NORMALIZE_WHITESPACE
     every 110 steps (more often would cost more than 1.00%): a save costs 0.11 s (a stall of 0.01 s, 0.2 s of CPU time
     with 50% of the cores busy), 1.00% of the training, whose step takes 0.1 s; medians of 5 saves

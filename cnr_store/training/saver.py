@@ -23,7 +23,7 @@ from cnr_store.errors import (
 )
 from cnr_store.runtime.git_commit import git_commit
 from cnr_store.runtime.ranks import Ranks, together
-from cnr_store.runtime.threads import busy_share
+from cnr_store.runtime.threads import CoreWaits, busy_share
 from cnr_store.training.background import (
     BackgroundSave,
     Finished,
@@ -183,7 +183,7 @@ class Saver:
     ) -> None:
         self.training, self.chain, self.position, self.schedule = training, chain, position, schedule
         self.stager, self.writer, self.policy, self.reports = stager, writer, policy, reports
-        self.background = BackgroundSave()
+        self.background, self._core_waits = BackgroundSave(), CoreWaits()
         commit = git_commit() if policy.git else None
         self._about: dict[str, JsonValue] = {} if commit is None else {"git": commit}
         self._notes: Mapping[str, JsonValue] | None = None  # of the newest save
@@ -427,7 +427,14 @@ class Saver:
         self.history.append(report)
         if self.schedule.auto is not None:
             self.schedule.auto.saved(
-                SaveCost(report.kind, report.stall_s, report.cpu_s, busy_share(), report.encode_s + report.commit_s)
+                SaveCost(
+                    report.kind,
+                    report.stall_s,
+                    report.cpu_s,
+                    busy_share(),
+                    report.encode_s + report.commit_s,
+                    self._core_waits.stretch(),
+                )
             )
         logger.info(
             "version %d: %s of step %d, %d rows, %d bytes, stall %.4f s, background %.3f s",

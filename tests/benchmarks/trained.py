@@ -57,6 +57,9 @@ class TrainedTables:
 
     def __init__(self, shape: BenchModel) -> None:
         self._state = TablesState(shape)
+        for bag in self._state.tables:
+            for slot in self._state.slots(bag.weight):
+                slot.zero_()  # as a training begins: its gradients are small beside the slots of a `TablesState`
         self._rows = torch.tensor([float(bag.num_embeddings) for bag in self._state.tables])[:, None]
         self._random = torch.Generator().manual_seed(0)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -18,7 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from cnr_store import BadInput, Store, TableOptions
-from cnr_store.runtime.threads import Workers, background_cpu_s, busy_share
+from cnr_store.runtime.threads import CoreWaits, Workers, background_cpu_s, busy_share
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.training import CheckpointManager, SaveInterval, SavePolicy, StoreOptions
 from cnr_store.training.save_interval import (
@@ -40,12 +43,16 @@ from tests.training.runs import go_on
 seconds = st.floats(1e-4, 100)
 shares = st.floats(0.001, 0.5)
 costs = st.builds(
-    SaveCost, kind=st.just("delta"), stall_s=seconds, cpu_s=seconds, busy=st.floats(0, 1), write_s=seconds
+    SaveCost, kind=st.just("delta"), stall_s=seconds, cpu_s=seconds, busy=st.floats(0, 1), write_s=seconds,
+    stretch=st.floats(1, 10),
 )  # fmt: skip
 measures = st.builds(
     SaveMeasure, saves=st.integers(1, SAVES_IN_MEDIAN), stall_s=seconds, cpu_s=seconds, busy=st.floats(0, 1),
-    baseline_s=st.floats(0, 100), write_s=seconds, step_s=st.floats(1e-3, 10),
+    stretch=st.floats(1, 10), baseline_s=st.floats(0, 100), write_s=seconds, step_s=st.floats(1e-3, 10),
 )  # fmt: skip
+
+
+COSTS = ("stall_s", "cpu_s", "busy", "write_s", "stretch")
 
 
 def delta(lost_s: float, write_s: float = 0.0) -> SaveCost:
@@ -88,7 +95,7 @@ def test_one_step_less_would_cost_more_or_overlap(overhead: float, measure: Save
         assert overhead * shorter_s < measure.lost_s
 
 
-@given(shares, measures, st.floats(1, 100), st.sampled_from(["stall_s", "cpu_s", "busy", "baseline_s", "write_s"]))
+@given(shares, measures, st.floats(1, 100), st.sampled_from([*COSTS, "baseline_s"]))
 def test_dearer_saves_never_come_more_often(overhead: float, cheap: SaveMeasure, factor: float, what: str) -> None:
     dear = replace(cheap, **{what: getattr(cheap, what) * factor})
 
@@ -109,10 +116,7 @@ def test_a_larger_share_or_longer_steps_never_save_less_often(
 
 @given(st.lists(costs, min_size=1, max_size=20), shares)
 def test_the_interval_is_that_of_one_save_between_the_extremes(found: list[SaveCost], overhead: float) -> None:
-    least, most = (
-        SaveCost("delta", *(f(getattr(one, what) for one in found) for what in ("stall_s", "cpu_s", "busy", "write_s")))
-        for f in (min, max)
-    )
+    least, most = (SaveCost("delta", *(f(getattr(one, what) for one in found) for what in COSTS)) for f in (min, max))
 
     chosen = steps_after(found, overhead)
 
@@ -127,7 +131,7 @@ def test_three_equal_saves_settle_the_costs_and_five_the_writing(
     five = measured([*before, *[now] * SAVES_IN_MEDIAN], [0.1])
 
     assert three is not None
-    assert (three.stall_s, three.cpu_s, three.busy) == (now.stall_s, now.cpu_s, now.busy)
+    assert (three.stall_s, three.cpu_s, three.busy, three.stretch) == (now.stall_s, now.cpu_s, now.busy, now.stretch)
     assert five is not None
     assert choose_interval(overhead, [five]).every_steps == steps_after([now], overhead)
 
@@ -270,6 +274,28 @@ def _busy() -> float:
     while time.thread_time() - started < 0.05:
         pass
     return time.thread_time() - started
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the kernel counts no waits for cores")
+def test_a_cpu_second_takes_longer_where_threads_share_a_core() -> None:
+    """Two threads that the GIL does not hold back, on one core: each waits while the other runs."""
+    cores = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        with ThreadPoolExecutor(2) as pool:
+            stretches = [future.result() for future in [pool.submit(_stretched) for _ in range(2)]]
+    finally:
+        os.sched_setaffinity(0, cores)
+
+    assert min(stretches) > 1.2
+
+
+def _stretched() -> float:
+    waits = CoreWaits()
+    data = np.ones(4_000_000)
+    for _ in range(100):
+        np.sqrt(data, out=data)
+    return waits.stretch()
 
 
 def test_the_busy_share_is_a_share() -> None:
