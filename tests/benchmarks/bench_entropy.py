@@ -184,7 +184,7 @@ def write(source: Source, bits: int, folder: Path) -> tuple[dict[str, int], byte
     names = {MANIFEST: "manifest", "zarr.json": "zarr.json"}
     for path in (path for path in segment.rglob("*") if path.is_file()):
         array = path.relative_to(segment).as_posix().partition("/c/")[0].split(".")
-        kind = names.get(path.name) or array[1]
+        kind = names.get(path.name) or array[2]  # after the writer and the row list
         sizes[kind] = sizes.get(kind, 0) + path.stat().st_size
     store.close()
     return sizes, unpack((segment / MANIFEST).read_bytes(), MANIFEST)
