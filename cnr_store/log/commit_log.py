@@ -30,6 +30,7 @@ from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.documents import canonical_json, sha256
 from cnr_store.format.layout import hint_key
 from cnr_store.format.records import CommitRecord, Hint
+from cnr_store.log.announcers import Announcers
 from cnr_store.log.author import fenced_by
 from cnr_store.log.clock import wall_ms
 from cnr_store.log.log_reader import LogReader
@@ -70,6 +71,11 @@ class CommitLog(LogReader):
         How long an append whose outcome is unknown is retried with the same bytes.
     clock_ms, monotonic_s, sleep, random
         Sources of time and randomness, for tests.
+
+    Attributes
+    ----------
+    announcers
+        Told of each record of this object, after it has become durable.
     """
 
     def __init__(
@@ -95,6 +101,7 @@ class CommitLog(LogReader):
         self._random = random or Random()
         self._lock = RLock()
         self._unresolved: SentRecord | None = None
+        self.announcers = Announcers()
 
     def below(self, prefix: str) -> CommitLog:
         """Return another log of the same store, with the same retry policy and clocks. No I/O."""
@@ -389,6 +396,7 @@ class CommitLog(LogReader):
             self._storage.put(hint_key(self._prefix), canonical_json(Hint(attempt.entry.record.v)))
         except StorageFailure:
             pass  # A stale hint only costs the next reader a few GETs.
+        self.announcers.tell(attempt.entry.record.v)
         # Reset last, so that after an interrupt above `resolve` can still report the commit.
         self._unresolved = None
         return attempt.entry

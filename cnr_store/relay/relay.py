@@ -17,6 +17,7 @@ from typing import Any
 
 from cnr_store.errors import BadInput, CorruptStore, StorageFailure, VersionExpired, VersionNotFound
 from cnr_store.format.commit_record import LogEntry, is_live
+from cnr_store.log.announcers import Announcers
 from cnr_store.log.clock import wall_ms
 from cnr_store.log.retention import RetentionPolicy
 from cnr_store.relay.copied_versions import CopiedVersions
@@ -121,6 +122,9 @@ class Relay:
             self._target, self._copied, self._copier, RetentionPolicy() if policy is None else policy,
             int(grace_s * 1000), clock_ms,
         )  # fmt: skip
+        self._announcers = Announcers()
+        self._woken = threading.Event()
+        self._is_stopped = False
         self._is_open = False
         self._level_s: float | None = None
         self._idle_looks = 0
@@ -170,14 +174,29 @@ class Relay:
             report.problem = untrimmed
         return self._closed(report, is_level=is_level)
 
+    def announce_to(self, announce: Callable[[int], object]) -> None:
+        """Call ``announce(version)`` for each version that becomes visible at the relay, once it is durable there.
+
+        It runs on the thread that copies, and should return at once. Its errors are logged.
+        """
+        self._announcers.add(announce)
+
+    def wake(self) -> None:
+        """Let `run` begin a round now; if one is running, another one after it. Does not block; any thread.
+
+        For whatever hears of a commit at the source before the next round, as `Loader.wake`.
+        """
+        self._woken.set()
+
+    def stop(self) -> None:
+        """Let `run` return after its present round, and at once when it is called again. Does not block; any thread."""
+        self._is_stopped = True
+        self._woken.set()
+
     def run(
-        self,
-        poll_interval_s: float = 5.0,
-        *,
-        stop: threading.Event | None = None,
-        on_report: Callable[[RelayReport], None] | None = None,
-    ) -> None:
-        """Run a round every ``poll_interval_s``, less often after failures, until ``stop`` is set. Blocks.
+        self, poll_interval_s: float = 5.0, *, on_report: Callable[[RelayReport], None] | None = None
+    ) -> None:  # fmt: skip
+        """Run a round every ``poll_interval_s``, less often after failures, until `stop`. Blocks.
 
         Failures of either backend and damage at the source end a round, not the run: the report has the message, and
         the relay keeps its versions.
@@ -188,9 +207,11 @@ class Relay:
             Another round would not succeed.
         """
         checked_number("poll_interval_s", poll_interval_s, above=0, most=1e9)
-        stop = threading.Event() if stop is None else stop
         failures = 0
-        while not stop.is_set():
+        while True:
+            self._woken.clear()  # before the round, which may not see what is announced during it
+            if self._is_stopped:
+                return
             try:
                 report = self.advance()
             except (StorageFailure, CorruptStore) as error:
@@ -200,7 +221,7 @@ class Relay:
             if report.problem is None and self._target.head is not None and report.version != report.source_version:
                 continue  # The source has newer versions already.
             failures = 0 if report.problem is None else failures + 1
-            stop.wait(pause_s(poll_interval_s, failures, random.random()))
+            self._woken.wait(pause_s(poll_interval_s, failures, random.random()))
 
     def _open(self, report: RelayReport) -> bool:
         """Load the state of the target, or create the relay; return whether it has a version."""
@@ -275,6 +296,7 @@ class Relay:
             named = versions_of_channels(entry.record, self._target.first)
             self._copied.keep_only((*named, entry.record.v))
         self._target.set_head(entry)
+        self._announcers.tell(version)
         return entry
 
     def _trim(self, report: RelayReport) -> str | None:

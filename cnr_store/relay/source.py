@@ -32,7 +32,8 @@ class RelaySource:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.log = store.internals.log
-        self.workers = store.internals.workers
+        # Most of the time is waiting for the network; the objects of a delta are few and small.
+        self.workers = store.internals.read_workers
         self.newest: LogEntry | None = None
 
     def look(self) -> LogEntry:
@@ -43,6 +44,8 @@ class RelaySource:
     def look_behind(self, seen: LogEntry) -> LogEntry:
         """Return the newest record, read if the cached one is older than ``seen``; if it is torn, return ``seen``.
 
+        One GET if ``seen`` is the newest, as for a relay that keeps up; else a few.
+
         Raises
         ------
         CorruptRecord
@@ -51,7 +54,8 @@ class RelaySource:
         """
         if self.newest is None or self.newest.record.v < seen.record.v:
             try:
-                self.newest = self.store.head()
+                is_newest = seen.record.state is None and self.log.poll(seen) is None
+                self.newest = seen if is_newest else self.store.head()
             except CorruptRecord:
                 if seen.record.state is not None:
                     raise

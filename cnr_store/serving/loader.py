@@ -140,6 +140,7 @@ class Loader(TableLookups):
         self._lock = threading.RLock()
         """Taken during polls and updates, however long they take."""
         self._next_look_s = 0.0
+        self._is_woken = False
         self._thread: Repeating | None = None
         self._is_closed = False
         _OPEN.add(self)
@@ -285,6 +286,17 @@ class Loader(TableLookups):
             if self._thread is None or not self._thread.is_running:
                 self._thread = Repeating(self, Loader._look_again, name="cnr-loader")
 
+    def wake(self) -> None:
+        """Let the thread of `start` poll now; if a poll is running, once more after it. Does not block.
+
+        For whatever hears of a commit before the next poll (`FolderWatch`, `RedisNews`): it changes only when the
+        loader looks, so a call too many costs a request, and a missing one a poll interval.
+        """
+        self._is_woken = True
+        thread = self._thread
+        if thread is not None:
+            thread.wake()
+
     def stop(self) -> None:
         """End the thread of `start` and wait for a poll that runs. Idempotent."""
         thread, self._thread = self._thread, None
@@ -376,7 +388,8 @@ class Loader(TableLookups):
                 if self._is_closed:
                     return self._interval_s
                 now = time.monotonic()
-                if now >= self._next_look_s:
+                if self._is_woken or now >= self._next_look_s:
+                    self._is_woken = False  # before the look, which may not see what is announced during it
                     self._next_look_s = now + self._interval_s  # stands if the look raises
                     self._check_open()
                     self._follower.look(is_patient=True)

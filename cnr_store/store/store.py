@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from cnr_store.format.commit_record import LogEntry
@@ -192,6 +192,10 @@ class Store:
         """
         return self.internals.poll(after)
 
+    def announce_to(self, announce: Callable[[int], object]) -> None:
+        """Call ``announce(version)`` for each record of this object once it is durable; see `Announcers.add`."""
+        self.internals.log.announcers.add(announce)
+
     def log(self, newest: int | None = None, *, limit: int | None = None) -> Iterator[CommitRecord]:
         """Yield commit records, newest first, from version ``newest`` (the head if None). One GET each."""
         start = self.head() if newest is None else self.internals.entry(newest)
@@ -201,12 +205,7 @@ class Store:
             yield entry.record
 
     def record(self, version: int) -> CommitRecord:
-        """Return the record of a version. One GET.
-
-        Raises
-        ------
-        VersionNotFound
-        """
+        """Return the record of a version. One GET. Raises `VersionNotFound`."""
         return self.internals.entry(version).record
 
     def snapshot(

@@ -165,8 +165,8 @@ def throttled_load(report: harness.Report, folder: Path, rows: int, repeats: int
         client.upload_file(str(folder / "table.safetensors"), "bench", "fp32/table.safetensors")
         del table
         port = int(server.endpoint_url.rpartition(":")[2])
-        with throttled_proxy(port, LINK_BYTES_PER_S) as throttled_port:
-            slow = S3Server(f"http://127.0.0.1:{throttled_port}", server.access_key, server.secret_key)
+        with throttled_proxy(port, LINK_BYTES_PER_S) as link:
+            slow = S3Server(f"http://127.0.0.1:{link.port}", server.access_key, server.secret_key)
             stores = {b: Store.open(f"s3://bench/store-{b}", storage_options=slow.storage_options) for b in LINK_BITS}
             target = np.ones((rows, DIM), np.float32)
 

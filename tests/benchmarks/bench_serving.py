@@ -1,9 +1,9 @@
 """What serving costs: publish to served, lookups while deltas are applied, apply speed, memory, torn reads.
 
-``python tests/benchmarks/bench_serving.py [--sections latency,lookups,apply,memory,torn] [--quick]``: deltas of 1 % of
-5,000,000 x 64 rows, 8-bit quality. Everything that was written is in the page cache: what is measured is the way from
-there to a lookup, and no disk. Writers and readers are processes of their own on one machine with one monotonic clock;
-where cores are few they take them from each other.
+``python tests/benchmarks/bench_serving.py [--sections latency,news,fanout,lookups,apply,memory,torn] [--quick]``:
+deltas of 1 % of 5,000,000 x 64 rows, 8-bit quality. Everything that was written is in the page cache: what is measured
+is the way from there to a lookup, and no disk. Writers and readers are processes of their own on one machine with one
+monotonic clock; where cores are few they take them from each other.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,10 @@ import harness
 import numpy as np
 import numpy.typing as npt
 from drifting import DIM, TABLE, decompress, stored_bytes
+from freshness import measure_fanout, measure_latency, measure_news
 from numba import njit
 from partners import Partner, Told
-from serving_stores import BITS, DELTA_SHARE, STEP_CHANGED, STEP_TABLES, write_deltas
+from serving_stores import BITS, DELTA_SHARE, FULL, QUICK, STEP_CHANGED, STEP_TABLES, Size, write_deltas
 
 from cnr_store import Store
 from cnr_store.encodings import row_kernels
@@ -40,34 +41,15 @@ from cnr_store.serving.rows.views import Publisher
 from cnr_store.serving.update.applying import apply_segment
 from cnr_store.serving.update.loading import load_table
 
-SECTIONS = ("latency", "lookups", "apply", "memory", "torn")
+SECTIONS = ("latency", "news", "fanout", "lookups", "apply", "memory", "torn")
 STORES = str(Path(__file__).parent / "serving_stores.py")
 
-GOAL_PUBLISH_S, GOAL_LOOKUPS, GOAL_APPLY_MBS, GOAL_BARE, GOAL_SPARE_MIB = 1.0, 1.5, 300.0, 0.7, 256.0
+GOAL_LOOKUPS, GOAL_APPLY_MBS, GOAL_BARE, GOAL_SPARE_MIB = 1.5, 300.0, 0.7, 256.0
 
-POLL_INTERVAL_S = LoaderOptions().poll_interval_s
 LOOKUP_ROWS = 1024
 TORN_LONGEST_S = 60.0
 SWITCH_S = 0.0001
 TORN_THREADS, TORN_PROCESSES, TORN_IDS = 4, 2, 16
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """How much of everything."""
-
-    rows: int
-    published: int
-    least_pause_s: float
-    most_pause_s: float
-    rounds: int
-    round_deltas: int
-    applied: int
-    torn_lookups: int
-
-
-FULL = Size(5_000_000, 40, 0.4, 1.4, 6, 8, 12, 1_000_000)
-QUICK = Size(200_000, 6, 0.2, 0.8, 2, 4, 4, 60_000)
 
 
 def main() -> None:
@@ -82,79 +64,15 @@ def main() -> None:
         f"serving: deltas of {DELTA_SHARE:.0%} of {size.rows:,} x {DIM} fp32 at {BITS} bits, all in the page cache"
     )
     report.start()
+    measures = {
+        "latency": measure_latency, "news": measure_news, "fanout": measure_fanout, "lookups": measure_lookups,
+        "apply": measure_apply, "memory": measure_memory, "torn": measure_torn,
+    }  # fmt: skip
     for section in chosen:
         report.note(f"\n{section}")
         with harness.data_folder(options.folder) as folder:
-            globals()[f"measure_{section}"](report, folder, size)
+            measures[section](report, folder, size)
     report.finish(options.json)
-
-
-# ---- publish to served
-
-
-def measure_latency(report: harness.Report, folder: Path, size: Size) -> None:
-    """From the acknowledgement of a commit to the first lookup that sees it, in another process."""
-    _measure_latency_at(report, "local disk", str(folder / "store"), None, size)
-    with seaweed_bucket(folder) as (url, storage_options):
-        _measure_latency_at(report, "SeaweedFS", url, storage_options, size)
-
-
-def _measure_latency_at(
-    report: harness.Report, where: str, url: str, storage_options: dict[str, Any] | None, size: Size
-) -> None:
-    with Partner(
-        STORES, "publish", url=url, rows=size.rows, deltas=size.published, least_pause_s=size.least_pause_s,
-        most_pause_s=size.most_pause_s, storage_options=storage_options,
-    ) as writer:  # fmt: skip
-        first = writer.hear()["version"]
-        with Loader(url, storage_options=storage_options) as loader:
-            loader.start()
-            seen: list[tuple[int, float]] = []
-            ends = threading.Event()
-            watcher = threading.Thread(target=_watch, args=(loader, seen, ends))
-            watcher.start()
-            writer.say()
-            acknowledged = [writer.hear() for _ in range(size.published)]
-            deadline = time.monotonic() + 60
-            while loader.version < acknowledged[-1]["version"] and time.monotonic() < deadline:
-                time.sleep(0.05)
-            time.sleep(0.1)
-            ends.set()
-            watcher.join()
-            metrics = loader.metrics()
-    latencies = [_first_at(seen, one["version"]) - one["at_s"] for one in acknowledged if one["version"] > first]
-    _, median, worst = harness.spread(latencies)
-    p99 = float(np.quantile(latencies, 0.99))
-    report.add(f"publish to served, {where}: p99 of {len(latencies)}", p99, goal=GOAL_PUBLISH_S, unit=" s", high=worst)
-    report.note(
-        f"      p50 {median:.3f} s, poll interval {POLL_INTERVAL_S} s (default); last apply "
-        f"{1000 * metrics.apply_s:.0f} ms; {metrics.polls} polls, {metrics.errors} errors"
-    )
-
-
-def _watch(loader: Loader, seen: list[tuple[int, float]], ends: threading.Event) -> None:
-    version = -1
-    while not ends.wait(0.0005):
-        batch = loader.lookup_many({TABLE: [0]})
-        if batch.version != version:
-            version = batch.version
-            seen.append((version, time.monotonic()))
-
-
-def _first_at(seen: Sequence[tuple[int, float]], version: int) -> float:
-    return next(at_s for found, at_s in seen if found >= version)
-
-
-@contextmanager
-def seaweed_bucket(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield an empty root on a SeaweedFS of its own, and the options to open it with."""
-    from tests.support.servers import running_seaweed
-
-    place = folder / "seaweed"
-    place.mkdir()
-    with running_seaweed(place) as server:
-        server.client().create_bucket(Bucket="serving")
-        yield "s3://serving/store", server.storage_options
 
 
 # ---- lookups while deltas are applied

@@ -28,7 +28,8 @@ class Partner:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self._heard: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def __enter__(self) -> Partner:
         return self
@@ -36,8 +37,9 @@ class Partner:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.kill()
-        self._process.wait()
+        with self._process:  # which closes its pipes
+            self._process.kill()
+            self._reader.join()
 
     def say(self, **order: Any) -> None:
         """Give an order."""

@@ -96,7 +96,7 @@ def behind_link(server: S3Server, bucket: str, folder: Path, gbit_per_s: float |
     with contextlib.ExitStack() as stack:
         if gbit_per_s is not None:
             rate = gbit_per_s * 1e9 / 8
-            port = stack.enter_context(throttled_proxy(int(server.endpoint_url.rpartition(":")[2]), rate, rate))
-            server = S3Server(f"http://127.0.0.1:{port}", server.access_key, server.secret_key)
+            link = stack.enter_context(throttled_proxy(int(server.endpoint_url.rpartition(":")[2]), rate, rate))
+            server = S3Server(f"http://127.0.0.1:{link.port}", server.access_key, server.secret_key)
         options = {**server.storage_options, "use_listings_cache": False, "config_kwargs": dict(_PATIENT)}
         yield Place(name, f"s3://{bucket}/{uuid.uuid4().hex}", options, scratch)

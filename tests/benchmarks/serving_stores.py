@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,14 @@ from drifting import DriftingTable, saves
 from partners import Told
 
 from cnr_store import Store, TableOptions
+from cnr_store.integrations.redis import RedisNews
 from cnr_store.types import AffineBits
 
 DELTA_SHARE = 0.01
 BITS: AffineBits = 8
+
+NEWS = "serving"
+"""The name by which versions are announced."""
 
 STEP_TABLES = ("one", "other")
 STEP_ROWS, STEP_DIM = 20_000, 16
@@ -29,6 +34,33 @@ WHOLE_EVERY = 16
 """Every so many-th delta rewrites all rows, so that the table is replaced instead."""
 
 
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much of everything.
+
+    Attributes
+    ----------
+    fan_rows, fan_processes, fan_each
+        The table that every loader behind the relay serves whole; processes, and loaders in each.
+    """
+
+    rows: int
+    published: int
+    least_pause_s: float
+    most_pause_s: float
+    rounds: int
+    round_deltas: int
+    applied: int
+    torn_lookups: int
+    fan_rows: int
+    fan_processes: int
+    fan_each: int
+
+
+FULL = Size(5_000_000, 40, 0.4, 1.4, 6, 8, 12, 1_000_000, 100_000, 20, 5)
+QUICK = Size(200_000, 6, 0.2, 0.8, 2, 4, 4, 60_000, 20_000, 2, 2)
+
+
 def write_deltas(url: str, rows: int, deltas: int, *, storage_options: Mapping[str, Any] | None = None) -> list[int]:
     """Write a baseline and deltas of 1 %; returns the versions, the baseline's first."""
     return [version for version, _ in _saves(url, rows, deltas, storage_options)]
@@ -36,20 +68,27 @@ def write_deltas(url: str, rows: int, deltas: int, *, storage_options: Mapping[s
 
 def publish(
     told: Told, url: str, rows: int, deltas: int, least_pause_s: float, most_pause_s: float,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, Any] | None = None, redis_url: str | None = None,
 ) -> None:  # fmt: skip
-    """Write a baseline; after an order, deltas at random times, and tell when each was acknowledged (monotonic)."""
+    """Write a baseline; after an order, deltas at random times, and tell when each was acknowledged (monotonic).
+
+    With ``redis_url`` each is announced there too, by the name `NEWS`.
+    """
     chance = random.Random(1)
-    for version, at_s in _saves(url, rows, deltas, storage_options):
+    for version, at_s in _saves(url, rows, deltas, storage_options, redis_url):
         told.tell(version=version, at_s=at_s)
         if version <= 2:
             told.order()
         time.sleep(chance.uniform(least_pause_s, most_pause_s))
 
 
-def _saves(url: str, rows: int, deltas: int, storage_options: Mapping[str, Any] | None) -> Iterator[tuple[int, float]]:
+def _saves(
+    url: str, rows: int, deltas: int, storage_options: Mapping[str, Any] | None, redis_url: str | None = None
+) -> Iterator[tuple[int, float]]:
     table = DriftingTable(rows, share=DELTA_SHARE)
     with Store.create(url, storage_options=storage_options) as store, store.writer() as writer:
+        if redis_url is not None:
+            store.announce_to(RedisNews.connect(redis_url, NEWS).announce)
         for version in saves(writer, table, TableOptions(bits=BITS), deltas):
             yield version, time.monotonic()
 

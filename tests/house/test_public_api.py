@@ -62,7 +62,7 @@ PUBLIC = {
     """,
     "cnr_store.integrations": "",
     "cnr_store.integrations.dcp": "CnrStorageReader CnrStorageWriter CnrStager",
-    "cnr_store.integrations.redis": "RedisSink RedisRows RedisBatch",
+    "cnr_store.integrations.redis": "RedisSink RedisRows RedisBatch RedisNews",
     "cnr_store.testing": "",
     "cnr_store.communication": """
         CommunicationState RankState StateTensor chunk reshard

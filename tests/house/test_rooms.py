@@ -78,7 +78,7 @@ ONLY_IN: dict[str, set[str]] = {
         ("fsspec s3fs gcsfs adlfs botocore aiobotocore", {"storage", "testing"}),
         ("hypothesis pytest", {"testing"}),
         ("ray", {"integrations"}),
-        ("redis", {"integrations"}),
+        ("redis watchdog", {"integrations"}),
         ("lightning accelerate", {"integrations"}),
         ("typer click rich tqdm cnr_store_tools", set[str]()),
     ]

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from cnr_store.errors import CommitStateUnknown
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.layout import branch_prefix, commit_key, segment_name
 from cnr_store.format.records import ChainEntry, CommitRecord, WriterInfo
 from cnr_store.log.commit_log import CommitLog, RetryPolicy
 from cnr_store.log.rebase import draft_after, draft_init, rebase_data, rebase_fence, rebase_tag
 from cnr_store.storage import storage_from_filesystem
-from tests.support.faulty import FaultyFileSystem, IsolatedMemoryFileSystem
+from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 
 STORE = "5" * 32
 WRITER = WriterInfo(host="h", lib="0.1.0", run_id="r")
@@ -100,6 +101,17 @@ def with_versions(inner: IsolatedMemoryFileSystem, count: int, prefix: str = "")
     for number in range(1, count):
         head = log.append(head, draft_after(head.record, "expire", WRITER, step=number), no_rebase)
     return head
+
+
+def unresolved_log(inner: IsolatedMemoryFileSystem, head: LogEntry) -> tuple[CommitLog, FaultyFileSystem]:
+    """A log whose append of delta 1 ended without an answer: its put is still under way."""
+    fault = Fault(FaultKind.DELAYED_PUT, at=0, delay_calls=10**6)
+    fs = FaultyFileSystem(inner, fault=fault)
+    log = open_log(fs, deadline_s=0.0)
+    with pytest.raises(CommitStateUnknown):
+        append_delta(log, head, 1)
+    assert log.unresolved == head.record.v + 1
+    return log, fs
 
 
 def no_rebase(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:

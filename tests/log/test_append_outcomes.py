@@ -17,7 +17,7 @@ from cnr_store.errors import (
     StorageFailure,
     UnknownFeature,
 )
-from cnr_store.format.commit_record import LogEntry, decode_record, encode_record
+from cnr_store.format.commit_record import decode_record, encode_record
 from cnr_store.format.layout import commit_key
 from cnr_store.log.commit_log import CommitLog, RetryPolicy
 from cnr_store.log.rebase import draft_after
@@ -35,6 +35,7 @@ from tests.log.logs import (
     on_a_branch_too,
     open_log,
     txn,
+    unresolved_log,
     with_versions,
     write_raw,
 )
@@ -96,17 +97,6 @@ def test_retries_send_the_same_bytes_with_growing_pauses_to_the_deadline(
     assert 50 < sum(clock.sleeps) <= 60
     assert max(clock.sleeps) <= 2.0
     assert clock.sleeps[0] <= 0.05
-
-
-def unresolved_log(inner: IsolatedMemoryFileSystem, head: LogEntry) -> tuple[CommitLog, FaultyFileSystem]:
-    """A log whose append of delta 1 ended without an answer: its put is still under way."""
-    fault = Fault(FaultKind.DELAYED_PUT, at=0, delay_calls=10**6)
-    fs = FaultyFileSystem(inner, fault=fault)
-    log = open_log(fs, deadline_s=0.0)
-    with pytest.raises(CommitStateUnknown):
-        append_delta(log, head, 1)
-    assert log.unresolved == head.record.v + 1
-    return log, fs
 
 
 def test_nothing_else_is_appended_while_an_outcome_is_unknown(inner: IsolatedMemoryFileSystem) -> None:

@@ -27,7 +27,7 @@ from cnr_store.format.documents import sha256
 from cnr_store.format.layout import BRANCHES, COMMITS, DATA, IDENTITY, STATE, commit_key
 from cnr_store.relay.relay import Relay
 from cnr_store.relay.report import RelayReport
-from tests.relay.relays import FAR, near, place, same_objects, save, value_of
+from tests.relay.relays import DIM, FAR, near, place, same_objects, save, value_of
 from tests.support.faulty import FaultyFileSystem, IsolatedMemoryFileSystem
 from tests.support.snapshot_bytes import bytes_of
 
@@ -103,21 +103,72 @@ def test_an_empty_store_is_waited_for(store: Store, files: IsolatedMemoryFileSys
     assert value_of(near(files)) == 1
 
 
-def test_a_run_rests_between_two_looks_at_an_empty_store(store: Store, files: IsolatedMemoryFileSystem) -> None:
-    class Stop(threading.Event):
+def test_a_run_rests_between_two_looks_at_an_empty_store(
+    store: Store, files: IsolatedMemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Rest(threading.Event):
         rests = 0
 
         def wait(self, timeout: float | None = None) -> bool:
             assert timeout
             self.rests += 1
             if self.rests == 3:
-                self.set()
+                relay.stop()
             return True
 
-    stop, reports = Stop(), list[RelayReport]()
-    Relay(store, place(files)).run(5, stop=stop, on_report=reports.append)
+    relay, reports = Relay(store, place(files)), list[RelayReport]()
+    monkeypatch.setattr(relay, "_woken", Rest())
+    relay.run(5, on_report=reports.append)
 
     assert len(reports) == 3
+
+
+def test_a_run_that_is_woken_copies_before_its_interval_is_over(store: Store, files: IsolatedMemoryFileSystem) -> None:
+    save(store, 1)
+    relay, told, reports = Relay(store, place(files)), list[tuple[int, int]](), list[RelayReport]()
+    relay.announce_to(lambda version: told.append((version, near(files).latest_version())))
+
+    def on_report(report: RelayReport) -> None:
+        reports.append(report)
+        if len(reports) == 1:
+            store.announce_to(lambda _: relay.wake())
+            save(store, 2)
+        elif report.version == store.latest_version():
+            relay.stop()
+
+    Relay(store, place(files)).advance()  # so that each version can be read when it is told
+    relay.run(10**6, on_report=on_report)
+
+    assert value_of(near(files)) == 2
+    assert told[-1] == (store.latest_version(), store.latest_version())
+
+
+def test_a_new_version_costs_the_source_five_requests_and_its_objects(
+    store: Store, files: IsolatedMemoryFileSystem
+) -> None:
+    watched = FaultyFileSystem(files)
+    save(store, 1)
+    relay = Relay(near(watched, FAR), place(files))
+    with store.writer() as writer:
+        writer.restore()
+        relay.advance()
+        with writer.begin(2) as txn:
+            txn.write_rows("t", np.arange(3), np.full((3, DIM), 2, np.float32))
+    before = watched.count("read")
+
+    report = relay.advance()
+
+    # The record, whether one follows it, the manifest, the record's bytes, and whether there is more.
+    assert watched.count("read") - before == 5 + (report.objects - 1)
+
+
+def test_a_relay_that_is_stopped_before_it_runs_copies_nothing(store: Store, files: IsolatedMemoryFileSystem) -> None:
+    relay = Relay(store, place(files))
+    relay.stop()
+
+    relay.run(10**6)
+
+    assert relay.version is None
 
 
 def test_another_process_goes_on_where_one_ended(store: Store, files: IsolatedMemoryFileSystem) -> None:
@@ -327,7 +378,7 @@ def test_two_relays_of_one_target_do_no_harm(store: Store, files: IsolatedMemory
 
 def test_a_run_looks_until_it_is_stopped_and_outlives_failures(store: Store, files: IsolatedMemoryFileSystem) -> None:
     save(store, 1)
-    stop, reports = threading.Event(), list[RelayReport]()
+    reports = list[RelayReport]()
     record = store.storage.read(commit_key(store.latest_version()))
     assert record is not None
     torn = store.latest_version() + 1
@@ -341,9 +392,9 @@ def test_a_run_looks_until_it_is_stopped_and_outlives_failures(store: Store, fil
             store.storage.delete([commit_key(torn)])
             save(store, 2)
         else:
-            stop.set()
+            relay.stop()
 
-    relay.run(0.001, stop=stop, on_report=on_report)
+    relay.run(0.001, on_report=on_report)
 
     assert [report.problem is None for report in reports] == [True, False, True]
     assert reports[1].version == torn - 1

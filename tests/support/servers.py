@@ -213,19 +213,20 @@ def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzureServer]:
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """A Redis for the session: tests choose prefixes of their own, and leave it running."""
-    with _redis(tmp_path_factory.mktemp("redis")) as server:
+    with running_redis(tmp_path_factory.mktemp("redis")) as server:
         yield server
 
 
 @pytest.fixture
 def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
     """A Redis for one test, which may stop and start it."""
-    with _redis(tmp_path) as server:
+    with running_redis(tmp_path) as server:
         yield server
 
 
 @contextlib.contextmanager
-def _redis(folder: Path) -> Iterator[RedisServer]:
+def running_redis(folder: Path) -> Iterator[RedisServer]:
+    """Start a Redis on a free port; for benchmarks too."""
     binary = shutil.which("redis-server")
     if binary is None:
         pytest.skip("redis-server is not installed: apt-get install redis-server")
