@@ -3,10 +3,10 @@
 Sections, by ``--sections``: ``data_parallel``, ``one_bit`` and ``levels`` train on 4 gloo ranks and count their bytes;
 ``model_parallel`` trains in one process, where a cut does the same to values as between ranks, and counts the bytes of
 an exchange between 2 ranks; ``codecs`` does so with what TorchRec's all-to-all can send; ``des`` counts the bytes of
-one forward and backward on 4 ranks; ``cost`` measures CPU time; ``deltas`` compares checkpoints of what was sent;
-``resumes`` saves on 4 ranks and goes on on 2, 3, 4 and 8. The model is a small DLRM on generated clicks with a known
-truth, or on MovieLens 100k, whose file lies beside the repository; seeds change initial weights and batches. The sizes
-that take minutes are too small for most goals of quality: docs/communication.md names those of its figures.
+one forward and backward on 4 ranks; ``cost`` measures CPU time; ``resumes`` saves on 4 ranks and goes on on 2, 3, 4 and
+8. The model is a small DLRM on generated clicks with a known truth, or on MovieLens 100k, whose file lies beside the
+repository; seeds change initial weights and batches. The sizes that take minutes are too small for most goals of
+quality: docs/communication.md names those of its figures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import harness
 from wire_codecs import codecs
 from wire_cost import cost
 from wire_cuts import model_parallel
-from wire_deltas import deltas
 from wire_levels import levels
 from wire_model import CLICKS, ML_100K
 from wire_one_bit import PUBLISHED, one_bit
@@ -35,7 +34,6 @@ SECTIONS: dict[str, Callable[[harness.Report, argparse.Namespace], None]] = {
     "codecs": codecs,
     "des": des,
     "cost": cost,
-    "deltas": deltas,
     "resumes": resumes,
 }
 

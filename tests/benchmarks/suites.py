@@ -35,8 +35,6 @@ SUITES = (
     Suite("cost", "bench_cost.py", "saves and loads beside what people use today, on a disk and an object store"),
     Suite("frequency", "bench_frequency.py", "saves per hour that a training can afford, a save after every step"),
     Suite("models", "bench_models.py", "saves of models with 26 to 1,000 tables"),
-    Suite("entropy", "bench_entropy.py", "which bytes a delta has, and other ways to code them"),
-    Suite("classes", "bench_classes.py", "scales by row class against finer scales"),
     Suite("growth", "bench_growth.py", "what grows with rows, versions, tables and writers"),
     Suite("plan", "bench_plan.py", "a large model on many GPUs, computed from measured rates"),
     Suite("wire", "bench_wire.py", "fewer bytes between ranks: what they cost in quality and CPU time"),
@@ -51,7 +49,6 @@ SUITES = (
     Suite("compaction", "bench_compaction.py", "compacting deltas into baselines"),
     Suite("gc", "bench_gc.py", "collecting what nobody needs"),
     Suite("affine", "bench_affine.py", "the published row quantizer against torch's"),
-    Suite("kernels", "bench_kernels.py", "the compiled loops"),
 )
 """In the order of the page. `bench_gpu.py` needs a GPU and stands alone."""
 
