@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,39 +14,11 @@ from cnr_store import Store, verify_store
 from cnr_store.format.commit_record import is_live
 from tests.faults.life_model import differing, read_state, unreferenced
 from tests.faults.life_program import PHASES, collect, compact_all, create_life, noted, read_values
+from tests.support.launcher import Server
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 CI_KILLS, SOAK_KILLS = 20, 200
 
 pytestmark = pytest.mark.slow
-
-
-@dataclass
-class Launcher:
-    """The process that forks the lives and kills them."""
-
-    process: subprocess.Popen[str]
-
-    def live(self, folder: Path, **job: Any) -> dict[str, Any]:
-        return self.run("live", folder, **job)
-
-    def run(self, name: str, folder: Path, **job: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"job": name, "folder": str(folder), **job}) + "\n")
-        self.process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return answer
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.faults.life_program"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-    )  # fmt: skip
-    with process:
-        yield Launcher(process)
 
 
 def errors(folder: Path) -> str:
@@ -83,19 +49,23 @@ def check_what_is_stored(folder: Path) -> str:
     return "in flight" if head.step > last else "acknowledged"
 
 
-def kill_often(launcher: Launcher, folder: Path, kills: int, seed: int) -> Counter[str]:
+def kill_often(lives: Server, folder: Path, kills: int, seed: int) -> Counter[str]:
     """Kill lives of one store, each going on where the last was killed; what they were at, and what was found."""
     chance = random.Random(seed)
     create_life(folder)
-    calm = launcher.live(folder, rounds=6)
+    calm = lives.ask(job="live", folder=str(folder), rounds=6)
     assert calm["code"] == 0, errors(folder)
     usual_s = {phase: float(np.median(took)) for phase, took in calm["took_s"].items()}
     assert set(usual_s) == set(PHASES)
     found: Counter[str] = Counter()
     for kill in range(kills):
         phase = PHASES[kill % len(PHASES)]
-        answer = launcher.live(
-            folder, phase=phase, skip=chance.randrange(2), delay_s=chance.uniform(0, 1.5 * usual_s[phase])
+        answer = lives.ask(
+            job="live",
+            folder=str(folder),
+            phase=phase,
+            skip=chance.randrange(2),
+            delay_s=chance.uniform(0, 1.5 * usual_s[phase]),
         )
         assert answer["code"] == -9, f"{answer}\n{errors(folder)}"
         found[f"killed in {answer['died_in'] or 'between'}"] += 1
@@ -103,8 +73,8 @@ def kill_often(launcher: Launcher, folder: Path, kills: int, seed: int) -> Count
     return found
 
 
-def test_a_store_whose_processes_are_killed_keeps_what_was_acknowledged(launcher: Launcher, tmp_path: Path) -> None:
-    found = kill_often(launcher, tmp_path, CI_KILLS, seed=1)
+def test_a_store_whose_processes_are_killed_keeps_what_was_acknowledged(lives: Server, tmp_path: Path) -> None:
+    found = kill_often(lives, tmp_path, CI_KILLS, seed=1)
     sys.stdout.write(f"{CI_KILLS} kills: {dict(found)}\n")
 
     for phase in PHASES:
@@ -113,19 +83,19 @@ def test_a_store_whose_processes_are_killed_keeps_what_was_acknowledged(launcher
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_a_store_keeps_what_was_acknowledged_over_two_hundred_kills(launcher: Launcher, tmp_path: Path) -> None:
-    found = kill_often(launcher, tmp_path, SOAK_KILLS, seed=2)
+def test_a_store_keeps_what_was_acknowledged_over_two_hundred_kills(lives: Server, tmp_path: Path) -> None:
+    found = kill_often(lives, tmp_path, SOAK_KILLS, seed=2)
     sys.stdout.write(f"{SOAK_KILLS} kills: {dict(found)}\n")
 
     for phase in PHASES:
         assert found[f"killed in {phase}"] > SOAK_KILLS // 10
 
 
-def train_beside_killed_maintenance(launcher: Launcher, folder: Path, rounds: int, seed: int) -> int:
+def train_beside_killed_maintenance(lives: Server, folder: Path, rounds: int, seed: int) -> int:
     """Train while two processes at a time that compact and delete are killed; how many were."""
     create_life(folder)
 
-    answer = launcher.run("beside", folder, rounds=rounds, seed=seed, most_s=0.8)
+    answer = lives.ask(job="beside", folder=str(folder), rounds=rounds, seed=seed, most_s=0.8)
 
     assert (answer["code"], answer["codes"]) == (0, [-9]), f"{answer}\n{errors(folder)}"
     acknowledged = noted(folder / "acknowledged.jsonl")
@@ -139,8 +109,8 @@ def train_beside_killed_maintenance(launcher: Launcher, folder: Path, rounds: in
     return int(answer["kills"])
 
 
-def test_a_training_goes_on_while_those_who_compact_and_delete_are_killed(launcher: Launcher, tmp_path: Path) -> None:
-    kills = train_beside_killed_maintenance(launcher, tmp_path, rounds=60, seed=1)
+def test_a_training_goes_on_while_those_who_compact_and_delete_are_killed(lives: Server, tmp_path: Path) -> None:
+    kills = train_beside_killed_maintenance(lives, tmp_path, rounds=60, seed=1)
 
     sys.stdout.write(f"60 saves beside {kills} kills\n")
     assert kills > 3
@@ -148,8 +118,8 @@ def test_a_training_goes_on_while_those_who_compact_and_delete_are_killed(launch
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_a_long_training_goes_on_while_compaction_and_gc_are_killed(launcher: Launcher, tmp_path: Path) -> None:
-    kills = train_beside_killed_maintenance(launcher, tmp_path, rounds=600, seed=2)
+def test_a_long_training_goes_on_while_compaction_and_gc_are_killed(lives: Server, tmp_path: Path) -> None:
+    kills = train_beside_killed_maintenance(lives, tmp_path, rounds=600, seed=2)
 
     sys.stdout.write(f"600 saves beside {kills} kills\n")
     assert kills > 50

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +13,9 @@ import pytest
 from cnr_store import Store, TableOptions
 from cnr_store.format.commit_record import DATA_KINDS
 from tests.faults.life_program import noted
+from tests.support.launcher import Server
 from tests.support.servers import Place
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 COMMITS = 200
 CI_SAVES_ON_SERVERS = 40
 """Saves and fences take seconds there; `make soak` makes them all."""
@@ -33,16 +29,6 @@ KINDS = ["tags", "saves"]
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.faults.life_program"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-    )  # fmt: skip
-    with process:
-        yield process
-
-
 @pytest.fixture
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     if request.param == "local":
@@ -51,7 +37,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     return found
 
 
-def race(launcher: subprocess.Popen[str], place: Place, folder: Path, kind: str, commits: int) -> str:
+def race(lives: Server, place: Place, folder: Path, kind: str, commits: int) -> str:
     """Race, and compare the log with what each process was told; returns what there was to see.
 
     Until one of the two is done with its commits, both go for each position, so at least as many are lost.
@@ -67,11 +53,7 @@ def race(launcher: subprocess.Popen[str], place: Place, folder: Path, kind: str,
         }
         for name in ("a", "b")
     ]  # fmt: skip
-    assert launcher.stdin is not None
-    assert launcher.stdout is not None
-    launcher.stdin.write(json.dumps({"job": "race", "racers": racers}) + "\n")
-    launcher.stdin.flush()
-    codes = json.loads(launcher.stdout.readline())["codes"]
+    codes = lives.ask(job="race", racers=racers)["codes"]
     assert codes == [0, 0], "\n".join(path.read_text() for path in folder.glob("*.txt"))
 
     told = {version: what for name in ("a", "b") for version, what in noted(folder / f"{name}.jsonl")}
@@ -107,18 +89,16 @@ def race(launcher: subprocess.Popen[str], place: Place, folder: Path, kind: str,
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", BACKENDS, indirect=True)
 def test_two_processes_race_and_each_position_has_one_winner(
-    launcher: subprocess.Popen[str], place: Place, tmp_path: Path, kind: str
+    lives: Server, place: Place, tmp_path: Path, kind: str
 ) -> None:
     commits = CI_SAVES_ON_SERVERS if place.storage_options and kind == "saves" else COMMITS
 
-    sys.stdout.write(race(launcher, place, tmp_path, kind, commits))
+    sys.stdout.write(race(lives, place, tmp_path, kind, commits))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", BACKENDS, indirect=True)
-def test_two_processes_race_two_hundred_commits_each(
-    launcher: subprocess.Popen[str], place: Place, tmp_path: Path, kind: str
-) -> None:
-    sys.stdout.write(race(launcher, place, tmp_path, kind, 2 * COMMITS))
+def test_two_processes_race_two_hundred_commits_each(lives: Server, place: Place, tmp_path: Path, kind: str) -> None:
+    sys.stdout.write(race(lives, place, tmp_path, kind, 2 * COMMITS))

@@ -39,36 +39,46 @@ class Program:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class Launcher:
-    """A process that has imported ``modules``; close it, which ends it."""
+class Server:
+    """``python -m MODULE ARGUMENTS``, which answers each line of JSON with a line of JSON; close it, which ends it."""
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(self, module: str, *arguments: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.launcher", *modules], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             text=True, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": PATHS},
         )  # fmt: skip
 
-    def close(self) -> None:
-        """End the process; the programs have ended already.
+    def ask(self, **job: Any) -> Any:
+        """Return the answer to one job. Blocks until it is there."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
 
-        It does not wait for the launcher to see that the commands end: forks of this process, as data loaders make
+    def close(self) -> None:
+        """End the process; what it started has ended already.
+
+        It does not wait for the process to see that the commands end: forks of this process, as data loaders make
         them, keep the pipe of the commands open.
         """
         self._process.kill()
         self._process.communicate()
 
+
+class Launcher(Server):
+    """A process that has imported ``modules``."""
+
+    def __init__(self, *modules: str) -> None:
+        super().__init__("tests.support.launcher", *modules)
+
     def run(
         self, *programs: Program, folder: str | Path, timeout_s: float = 200.0
     ) -> list[subprocess.CompletedProcess[str]]:
         """Run programs at once in a folder, and wait until all have ended. One that is out of time is killed."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with tempfile.TemporaryDirectory() as outputs:
-            job = {"folder": str(folder), "outputs": outputs, "timeout_s": timeout_s}
-            job["programs"] = [asdict(program) for program in programs]
-            self._process.stdin.write(json.dumps(job) + "\n")
-            self._process.stdin.flush()
-            codes = json.loads(self._process.stdout.readline())
+            started = [asdict(program) for program in programs]
+            codes = self.ask(folder=str(folder), outputs=outputs, timeout_s=timeout_s, programs=started)
             return [
                 subprocess.CompletedProcess(
                     program.arguments, code, *(Path(outputs, f"{number}.{name}").read_text() for name in ("out", "err"))

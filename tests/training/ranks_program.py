@@ -4,7 +4,7 @@ Starting four processes with torch takes seconds, so one launcher imports everyt
 run; it speaks lines of JSON::
 
     python -m tests.training.ranks_program
-    {"folder": "/tmp/x", "name": "calm", "steps": 4}     ->  {"codes": [0, 0, 0, 0]}
+    {"folder": "/tmp/x", "name": "calm", "steps": 4}     ->  [0, 0, 0, 0]
 
 Each rank writes what it trained, step by step, to files before it is saved: that is what a restore is compared with.
 """
@@ -454,10 +454,11 @@ def run_job(job: dict[str, Any]) -> list[int | None]:
 
 
 def main(commands: TextIO, answers: TextIO) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     importlib.import_module("tests.support.warm_training")  # compiled code is loaded before ranks are forked
     assert threading.active_count() == 1, threading.enumerate()
     for line in commands:
-        answers.write(json.dumps({"codes": run_job(json.loads(line))}) + "\n")
+        answers.write(json.dumps(run_job(json.loads(line))) + "\n")
         answers.flush()
 
 

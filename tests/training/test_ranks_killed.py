@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +15,9 @@ import pytest
 from cnr_store import Store, TableOptions, verify_store
 from cnr_store.runtime.ranks import OneRank
 from cnr_store.training import CheckpointManager, StoreOptions, TrackingOptions
+from tests.support.launcher import Server
 from tests.training.ranks_program import RankTraining, When, logged_state, noted
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 4
 """Steps, and saves, of a training that is killed. It is resumed for one more."""
 
@@ -39,31 +36,19 @@ The first commit is the fence of the first step.
 """
 
 
-@dataclass
-class Launcher:
+class Launcher(Server):
     """The process that forks the ranks of each run."""
-
-    process: subprocess.Popen[str]
 
     def run(self, folder: Path, name: str, steps: int = STEPS, **job: Any) -> list[int | None]:
         """Exit codes of the four ranks; None for one that hung."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"folder": str(folder), "name": name, "steps": steps, **job}) + "\n")
-        self.process.stdin.flush()
-        codes: list[int | None] = json.loads(self.process.stdout.readline())["codes"]
+        codes: list[int | None] = self.ask(folder=str(folder), name=name, steps=steps, **job)
         return codes
 
 
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[Launcher]:
-    paths = os.pathsep.join(str(REPOSITORY / part) for part in ("", "gpu", "tools"))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.training.ranks_program"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"},
-    )  # fmt: skip
-    with process:
-        yield Launcher(process)
+    with closing(Launcher("tests.training.ranks_program")) as started:
+        yield started
 
 
 @dataclass
