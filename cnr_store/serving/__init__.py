@@ -17,6 +17,7 @@ from __future__ import annotations
 from cnr_store.serving.candidate import Candidate
 from cnr_store.serving.loader import Loader
 from cnr_store.serving.loader_options import LoaderOptions
+from cnr_store.serving.loader_process import LoaderProcess
 from cnr_store.serving.metrics import LoaderMetrics, PollResult
 from cnr_store.serving.rows.attached import AttachedTables
 from cnr_store.serving.rows.lookups import LookupBatch
@@ -26,6 +27,7 @@ from cnr_store.types import RowRange
 __all__ = [
     "Loader",
     "LoaderOptions",
+    "LoaderProcess",
     "AttachedTables",
     "Candidate",
     "PollResult",

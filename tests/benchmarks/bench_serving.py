@@ -35,7 +35,7 @@ from cnr_store.format.layout import segment_key
 from cnr_store.format.records import ArrayEntry, RowListEntry
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.reader import SegmentReader
-from cnr_store.serving import AttachedTables, Loader, LoaderOptions
+from cnr_store.serving import AttachedTables, Loader, LoaderOptions, LoaderProcess
 from cnr_store.serving.rows.served_table import KeptAs, row_kind
 from cnr_store.serving.rows.views import Publisher
 from cnr_store.serving.update.applying import apply_segment
@@ -103,6 +103,13 @@ def measure_lookups(report: harness.Report, folder: Path, size: Size) -> None:
         reader.say()
         samples = np.array(reader.hear()["samples"])
         _report_lookups(report, "shared memory, another process", samples, phases)
+    with harness.data_folder("/dev/shm") as shared, steps.apart(threads=threads, shared=shared) as apart:
+        timed = TimedLookups(lambda ids: apart.lookup_many({TABLE: ids}), size.rows)
+        thread = threading.Thread(target=timed.run, daemon=True)
+        thread.start()
+        phases = _alternate(apart, steps, size)
+        timed.end(thread)
+        _report_lookups(report, "in the process that opened a LoaderProcess", timed.samples, phases)
 
 
 class Steps:
@@ -115,7 +122,11 @@ class Steps:
         """Return a loader that stands at the first version."""
         return Loader(self.url, options=options, version=self.versions[0], **arguments)
 
-    def move(self, loader: Loader, version: int) -> None:
+    def apart(self, **arguments: Any) -> LoaderProcess:
+        """Return one in a process of its own."""
+        return LoaderProcess(self.url, version=self.versions[0], **arguments)
+
+    def move(self, loader: Loader | LoaderProcess, version: int) -> None:
         """Have the loader apply what leads to ``version``."""
         loader.pin(version)
         assert loader.version == version
@@ -168,7 +179,7 @@ def look_up_attached(told: Told, folder: str, rows: int) -> None:
     told.tell(samples=timed.samples.tolist())
 
 
-def _alternate(loader: Loader, steps: Steps, size: Size) -> list[tuple[bool, float, float]]:
+def _alternate(loader: Loader | LoaderProcess, steps: Steps, size: Size) -> list[tuple[bool, float, float]]:
     """Apply deltas in some phases and do nothing in as long ones between; returns (is busy, start, stop) of each."""
     phases: list[tuple[bool, float, float]] = []
     time.sleep(0.5)  # the first lookups load pages and compiled code

@@ -49,7 +49,8 @@ PUBLIC = {
         LatticeCodes
     """,
     "cnr_store.serving": """
-        Loader LoaderOptions AttachedTables Candidate PollResult LoaderMetrics LookupBatch RowRange HashShard
+        Loader LoaderProcess LoaderOptions AttachedTables Candidate PollResult LoaderMetrics LookupBatch RowRange
+        HashShard
     """,
     "cnr_store.changes": """
         changes ChangeStream VersionChanges ChangeCursor change_schema catch_up CatchUp

@@ -10,7 +10,7 @@ import numpy as np
 
 from cnr_store import CompactionPolicy, RetentionPolicy, Store, TableOptions, Writer, collect_garbage
 from cnr_store.maintenance.compaction import compact_run
-from cnr_store.serving import Loader
+from cnr_store.serving import Candidate, Loader
 from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 from tests.support.loader_checks import check_is_snapshot
@@ -93,3 +93,8 @@ def until(loader: Loader, what: Callable[[], bool]) -> None:
             return
         turn.wait(0.01)
     raise AssertionError(loader.metrics())
+
+
+def is_even(candidate: Candidate) -> bool:
+    """A check that another process can import."""
+    return candidate.step % 2 == 0

@@ -1,0 +1,155 @@
+"""A loader in a child process: what it serves, and what becomes of either process when the other one ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cnr_store import BadInput, Store, VersionRefused
+from cnr_store.errors import Conflict, NotAStore, StorageFailure, VersionNotFound
+from cnr_store.serving import AttachedTables, Loader, LoaderOptions, LoaderProcess
+from tests.serving.loaders import is_even
+from tests.support.store_oracle import same_bits
+
+RARELY = LoaderOptions(poll_interval_s=1e6)
+ROWS, DIM = 50, 4
+
+PARENT = """
+import sys, time
+from cnr_store.serving import LoaderProcess
+
+if __name__ == "__main__":
+    loader = LoaderProcess(sys.argv[1], shared=sys.argv[2])
+    print(loader.version, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.create(str(tmp_path / "store"), fsync=False) as made:
+        save(made, 2)
+        yield made
+
+
+def save(store: Store, step: int) -> int:
+    with store.writer() as writer, writer.begin(step, "baseline") as txn:
+        txn.write_table("user", np.random.default_rng(step).normal(size=(ROWS, DIM)).astype(np.float32))
+    assert txn.version is not None
+    return txn.version
+
+
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def check_serves(loader: AttachedTables, store: Store, version: int) -> None:
+    batch = loader.lookup_many({"user": np.arange(ROWS)})
+    assert batch.version == version
+    assert same_bits(batch.rows["user"], store.snapshot(version).table("user").read())
+
+
+def test_a_child_follows_and_obeys(store: Store, tmp_path: Path) -> None:
+    shared = tmp_path / "m"
+    with LoaderProcess(store.url, ["user"], RARELY, shared=shared) as loader:
+        first = loader.version
+        check_serves(loader, store, first)
+        second = save(store, 4)
+        loader.wake()
+        until(lambda: loader.version == second)
+        check_serves(loader, store, second)
+
+        loader.rollback(first)
+        check_serves(loader, store, first)
+        loader.unpin()
+        assert loader.poll().version == second
+        check_serves(loader, store, second)
+        loader.pin(first)
+        check_serves(loader, store, first)
+
+        metrics = loader.metrics()
+        assert (metrics.version, metrics.lookups) == (first, 5)
+        with pytest.raises(VersionNotFound):
+            loader.pin(10**6)
+        with pytest.raises(Conflict):
+            LoaderProcess(store.url, shared=shared)
+        assert loader.is_running
+    assert not loader.is_running
+    assert [path.name for path in shared.iterdir()] == ["owner.lock"]
+    loader.wake()
+    loader.close()
+
+
+def test_what_the_child_refuses_is_told_here(store: Store, tmp_path: Path) -> None:
+    options = LoaderOptions(validate=is_even, poll_interval_s=1e6)
+    with LoaderProcess(store.url, options=options, shared=tmp_path / "m") as loader:
+        refused = save(store, 5)
+
+        assert isinstance(loader.poll().error, VersionRefused)
+
+        assert (loader.version, loader.step) == (refused - 1, 2)  # the record with which the writer began
+        check_serves(loader, store, loader.version)
+
+
+def test_a_killed_child_leaves_what_it_served(store: Store, tmp_path: Path) -> None:
+    with LoaderProcess(store.url, options=RARELY, shared=tmp_path / "m") as loader:
+        before = loader.version
+        pid = loader._process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not loader.is_running)
+        after = save(store, 4)
+
+        check_serves(loader, store, before)
+        loader.wake()
+        with pytest.raises(StorageFailure, match="has ended"):
+            loader.poll()
+
+        with LoaderProcess(store.url, options=RARELY, shared=tmp_path / "m") as other:
+            check_serves(other, store, after)
+            until(lambda: loader.version == after)  # what is attached goes over to the new owner
+
+
+def test_the_child_of_a_killed_program_ends(store: Store, tmp_path: Path) -> None:
+    program, shared = tmp_path / "program.py", tmp_path / "m"
+    program.write_text(PARENT)
+    with subprocess.Popen(
+        [sys.executable, str(program), store.url, str(shared)], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        assert int(parent.stdout.readline()) == store.latest_version()
+        with pytest.raises(Conflict):
+            Loader(store.url, shared=shared)
+        parent.kill()
+
+    def is_free() -> bool:
+        try:
+            Loader(store.url, shared=shared).close()
+        except Conflict:
+            return False
+        return True
+
+    until(is_free)
+
+
+def test_what_a_loader_raises_is_raised_here(tmp_path: Path) -> None:
+    with pytest.raises(NotAStore):
+        LoaderProcess(str(tmp_path / "nothing"), shared=tmp_path / "m")
+
+
+def test_what_needs_one_process_is_refused(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="URL"):
+        LoaderProcess(store, shared=tmp_path / "m")  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="publish"):
+        LoaderProcess(store.url, shared=tmp_path / "m", publish="apply")
