@@ -15,7 +15,8 @@
     │   ├── BadShape
     │   ├── BadDtype
     │   ├── BadRowIds
-    │   └── NonFiniteValues
+    │   ├── NonFiniteValues
+    │   └── MemoryMoved
     ├── Conflict                   another process changed the store; reopen or retry
     │   ├── Fenced
     │   ├── TransactionAborted
@@ -37,7 +38,8 @@
     │   ├── NewerFormat
     │   ├── UnknownFeature
     │   ├── ReadOnlyStore
-    │   └── MissingDependency
+    │   ├── MissingDependency
+    │   └── UnsupportedModule
     ├── BackgroundSaveFailed       a background save failed; its rows are still dirty
     ├── VersionRefused             the consumer's own check rejected a version; the one before is still served
     └── RankFailed                 another rank of the same training failed; nothing became visible
@@ -181,6 +183,12 @@ class NonFiniteValues(BadInput):
     kind = "non_finite_values"
 
 
+class MemoryMoved(BadInput):
+    """The memory of a table was freed or replaced between the marks of its changes and their copy."""
+
+    kind = "memory_moved"
+
+
 class Conflict(CnrStoreError):
     """Another process changed the store first; nothing of this attempt became visible."""
 
@@ -314,6 +322,12 @@ class MissingDependency(Unsupported):
     """An optional package is needed; the message names the extra to install."""
 
     kind = "missing_dependency"
+
+
+class UnsupportedModule(Unsupported):
+    """A sharded module, its kernel or its sharding keeps rows where a checkpoint could not have them right."""
+
+    kind = "unsupported_module"
 
 
 class BackgroundSaveFailed(CnrStoreError):

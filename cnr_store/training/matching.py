@@ -21,6 +21,7 @@ from cnr_store.training.shards import Holdings, LocalShard, RankShard
 from cnr_store.training.state import Optimized, StatePlan, live_slots, optimizer_tensor_name, other_state
 from cnr_store.training.tensors import table_dtype_name
 from cnr_store.types import Rectangle
+from cnr_store_gpu.memory import check_held
 
 Resize = Literal["fill", "model"]
 """Content of rows that only the live table has: the stored table's fill value, or the model's present values."""
@@ -303,6 +304,8 @@ def _plan_shard(
         )  # fmt: skip
     owner = None if shard.parameter is None else plan.owner(shard.parameter)
     live = live_slots(shard)
+    for name, tensor in {"weight": shard.weight, **live}.items():
+        check_held(tensor, f"{mine}, {name}")  # it is written by address
     is_fused = shard.parameter is None
     fits = owner is not None and has_parameter(documents[owner.optimizer], stored)
     # An optimizer of the stored class makes slots that it does not have yet; of another one only what is there counts.

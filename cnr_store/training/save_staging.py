@@ -35,6 +35,7 @@ from cnr_store.write.table_options import TableOptions
 from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
 from cnr_store_gpu import Cumulative, LatticeCodes, RowRequest, StagingBuffers, Taken
+from cnr_store_gpu.memory import check_held
 from cnr_store_gpu.words import Words, rows_of
 
 
@@ -131,6 +132,7 @@ class SaveStager:
             except RuntimeError as error:  # no thread, no memory of the device: the training may go on
                 raise BackgroundSaveFailed(failure_message(error)) from error
             written = self._whole_shards(plan, whole)
+            training.tracker.check_memory()  # another thread may have taken it away while the ranks agreed, or copied
             wait_for_streams(tensor for one in written.values() for tensor in (one.weight, *one.slots.values()))
         except BaseException:
             training.tracker.give_back(taken)
@@ -236,7 +238,10 @@ def put_dense_state(
 
     ``shared``: what all ranks have alike of compressed communication.
     """
-    tensors = {name: host_copy(tensor) for name, tensor in (plan.dense | other.dense | shared).items()}
+    live = plan.dense | other.dense | shared
+    for name, tensor in live.items():
+        check_held(tensor, name)
+    tensors = {name: host_copy(tensor) for name, tensor in live.items()}
     transaction.put_dense(
         {name: as_array(tensor) for name, tensor in tensors.items()},
         {name: dense_dtype_name(tensor, name) for name, tensor in tensors.items()},

@@ -47,8 +47,8 @@ class LocalShard:
         Shape of the whole table.
     rows, columns
         The rectangle: first (inclusive) and last (exclusive) row and column.
-    weight
-        ``(rows, columns)`` of the rectangle, live: a write shows in the next forward.
+    view
+        What `weight` returned when the shard was found.
     is_replicated
         Every rank holds the whole table, and its updates are the same on all of them.
     parameter
@@ -64,6 +64,9 @@ class LocalShard:
     put_scalars
         Writes values of `scalars` back, from this or another process; names that it does not know are left out.
         Shards that share a fused optimizer share its scalars.
+    memory
+        Returns the tensors that `view` and the row state are views of, as they are now; None if `parameter` has the
+        rows itself.
     """
 
     table: str
@@ -72,13 +75,25 @@ class LocalShard:
     dim: int
     rows: tuple[int, int]
     columns: tuple[int, int]
-    weight: torch.Tensor
+    view: torch.Tensor
     is_replicated: bool
     parameter: torch.Tensor | None
     movement: RowMovement | None
     slots: Callable[[], Slots]
     scalars: Callable[[], Scalars]
     put_scalars: Callable[[Mapping[str, Any]], None]
+    memory: Callable[[], Sequence[torch.Tensor]] | None = None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """``(rows, columns)`` of the rectangle, in the memory that the training uses now: the next forward reads it."""
+        now, known = self.parameter, self.view
+        if now is None or self.memory is not None:
+            return known
+        # Equal addresses are the same memory: the view keeps its own from being given to others.
+        if now.data_ptr() == known.data_ptr() and now.stride() == known.stride():
+            return known
+        return now.detach().as_subclass(torch.Tensor)
 
     @property
     def is_whole(self) -> bool:
@@ -94,7 +109,7 @@ class LocalShard:
 def watched_shard(shard: LocalShard) -> WatchedShard:
     """Return a shard as a tracker watches it, under `LocalShard.name`."""
     weight = shard.weight if shard.parameter is None else shard.parameter
-    return WatchedShard(shard.name, shard.rows[1] - shard.rows[0], weight, shard.movement)
+    return WatchedShard(shard.name, shard.rows[1] - shard.rows[0], weight, shard.movement, memory=shard.memory)
 
 
 def whole_shard(

@@ -14,6 +14,7 @@ import torch
 from cnr_store.errors import BadDtype, CorruptStore
 from cnr_store.format.document_tree import TensorLeaf
 from cnr_store.types import RowIds, TableDtype
+from cnr_store_gpu.memory import check_held
 
 Array = npt.NDArray[Any]
 
@@ -115,7 +116,7 @@ def tensor_of(leaf: TensorLeaf) -> Any:
 class TensorRows:
     """The rows of a strided tensor (n, width) or (n,) on any device, as an object that is sliced like an array.
 
-    A slice copies only its rows; of a host tensor it is a view.
+    A slice copies only its rows; of a host tensor it is a view. It raises `MemoryMoved` if the tensor's memory is gone.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -128,6 +129,7 @@ class TensorRows:
         return self.shape[0]
 
     def __getitem__(self, rows: slice | RowIds) -> Array:
+        check_held(self._tensor, "a table that is saved whole")
         if isinstance(rows, slice):
             return as_array(self._tensor[rows])
         return as_array(self._tensor[torch.from_numpy(rows).to(self._tensor.device)])

@@ -94,7 +94,7 @@ class Following:
         @torch.compiler.disable
         def after_rewrite(called: nn.Module, *_: Any) -> None:
             if called is module:
-                watched.restamp()
+                watched.stamp = stamp_of(watched.weight)
 
         self._handles.append(module.register_forward_pre_hook(on_rewrite, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after_rewrite))
@@ -245,7 +245,7 @@ class Following:
         for watched in tables:
             # A step leaves weights without a gradient alone; one that does not will be found by their stamp.
             if watched.stepped:
-                watched.stamp = stamp_of(watched.weight)
+                watched.restamp()
             watched.declared = False
         self._ledger.settle(*stepped.places)
 
@@ -277,7 +277,7 @@ class Following:
             self.follow_movement(watched, watched.movement)
         watched.reports_updates, watched.declared = True, False
         for one in (watched, *watched.mates):
-            one.restamp()
+            one.stamp = stamp_of(one.weight)
         self._ledger.settle(watched.place)
 
     # ---- what the rows' movement asks for

@@ -17,6 +17,7 @@ from torch import nn
 
 from cnr_store.errors import BadInput, BadRowIds, BadShape
 from cnr_store_gpu.bitmap import Ids
+from cnr_store_gpu.memory import Tensors
 from cnr_store_gpu.optimizers import RowMovement
 
 
@@ -44,6 +45,9 @@ class WatchedShard:
         What its optimizer moves at each ``updated``; None for the rows looked up. An attached optimizer overrules it.
     device
         Where its rows are marked. None: where ``weight`` is, else the CPU.
+    memory
+        Returns the tensors that hold its rows and row state, as they are now, if ``weight`` is a view of another tensor
+        whose memory may be replaced. None: ``weight`` holds them.
     """
 
     name: str
@@ -51,6 +55,7 @@ class WatchedShard:
     weight: torch.Tensor | None = None
     movement: RowMovement | None = None
     device: torch.device | str | None = None
+    memory: Tensors | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,6 +24,7 @@ from cnr_store.types import RowIds
 from cnr_store_gpu import operators
 from cnr_store_gpu import words as packed
 from cnr_store_gpu.bitmap import RowBitmap
+from cnr_store_gpu.memory import TableMemory
 from cnr_store_gpu.operators import NO_LEDGER, register_keeper
 from cnr_store_gpu.optimizers import Movement, RowMovement
 from cnr_store_gpu.shards import Slices
@@ -170,6 +171,7 @@ class TrackedTable:
     first_word: int  # in the bitmap
     place: int  # in the ledger
     is_shard: bool
+    memory: TableMemory | None = None  # of a weight that has some
     stamp: tuple[int, int] | None = field(default=None, init=False)
     mates: tuple[TrackedTable, ...] = field(
         default=(), init=False
@@ -196,8 +198,11 @@ class TrackedTable:
         self.reach, self.followed, self.marked = Movement.TOUCHED, None, False
 
     def restamp(self) -> None:
-        """Take the present weights as known."""
-        self.stamp = stamp_of(self.weight)
+        """Take the present weights as known, and the memory that they were put in: their owner has written them."""
+        now = stamp_of(self.weight)
+        if self.memory is not None and (now is None or self.stamp is None or now[1] != self.stamp[1]):
+            self.memory.accept()
+        self.stamp = now
 
 
 def stamp_of(weight: torch.Tensor | None) -> tuple[int, int] | None:

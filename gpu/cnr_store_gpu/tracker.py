@@ -21,6 +21,7 @@ from cnr_store.errors import BadInput
 from cnr_store_gpu import operators
 from cnr_store_gpu.bitmap import DeviceBitmaps, Ids, OutOfRange, Taken
 from cnr_store_gpu.hooks import Following, OnBypass
+from cnr_store_gpu.memory import memory_of
 from cnr_store_gpu.optimizers import Movement, RowMovement, inner_optimizer, row_slots
 from cnr_store_gpu.shards import ChangeSource, WatchedShard, bounds_of, check_shards, tensor_of
 from cnr_store_gpu.tables import plan_tables
@@ -119,7 +120,8 @@ class RowTracker:
         for place, (table, weight) in enumerate(weights.items()):
             bitmap = self.bitmap.of(table)
             first_word, num_rows = bitmap.span(table)
-            watched = TrackedTable(table, num_rows, weight, bitmap, first_word, place, is_shard=table in shard_of)
+            memory = memory_of(table, weight, shard_of[table].memory if table in shard_of else None)
+            watched = TrackedTable(table, num_rows, weight, bitmap, first_word, place, table in shard_of, memory)
             watched.restamp()
             if table in shard_of:
                 watched.movement = shard_of[table].movement
@@ -172,9 +174,11 @@ class RowTracker:
         watched.bitmap.mark(watched.table, ids, out_of_range=out_of_range)
 
     def mark_all(self, table: str) -> None:
-        """Mark every row of the table, as ``mark``."""
+        """Mark every row of the table, as ``mark``; the memory that a parameter has now is the table's from now on."""
         watched = self._tables.find(table)
         watched.declared = True
+        if watched.memory is not None:
+            watched.memory.accept()
         self._following.mark_all(watched)
 
     def lookup(self, name: str, ids: Ids, *, learns: bool = True) -> None:
@@ -308,6 +312,20 @@ class RowTracker:
                 found=waiting,
             )
 
+    def check_memory(self) -> None:
+        """Return if the rows of all tables lie where they were at the last step, ``mark_all`` or ``reset``.
+
+        Waits for no device.
+
+        Raises
+        ------
+        MemoryMoved
+            The memory of a table was freed or replaced: its rows cannot be copied now.
+        """
+        for watched in self._tables:
+            if watched.memory is not None:
+                watched.memory.check()
+
     def _waiting(self) -> dict[str, int]:
         return {
             watched.table: waiting
@@ -329,10 +347,13 @@ class RowTracker:
         BadInput
             Not at a step boundary, a bypassing write with ``on_bypass="raise"``, or a row that changed
             without a mark (``verify_rows``). All marks are kept.
+        MemoryMoved
+            As ``check_memory``. All marks are kept.
         BadRowIds
             A source gave rows that its table does not have; the others are marked.
         """
         self.check_boundary()
+        self.check_memory()
         for table, sources in self._sources.items():
             for source in sources:
                 self.bitmap.of(table).mark(table, source.take())
@@ -380,6 +401,8 @@ class RowTracker:
             watched.begin_interval()
             watched.declared = False
             watched.restamp()
+            if watched.memory is not None:
+                watched.memory.accept()
             if watched.keeps_ever:
                 self._following.keep_ever(watched)
         if self._probe is not None:

@@ -55,6 +55,8 @@ TREE = [
     ("BranchExists", "Conflict", "branch_exists"),
     ("CursorExpired", "VersionExpired", "cursor_expired"),
     ("VersionRefused", "CnrStoreError", "version_refused"),
+    ("MemoryMoved", "BadInput", "memory_moved"),
+    ("UnsupportedModule", "Unsupported", "unsupported_module"),
 ]
 
 # Second bases: what a caller who does not know this library would catch.

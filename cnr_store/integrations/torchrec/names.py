@@ -21,10 +21,13 @@ except ImportError as error:
     ) from error
 
 try:
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
     from torchrec.distributed.embedding import ShardedEmbeddingCollection
     from torchrec.distributed.embedding_types import EmbeddingComputeKernel
     from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+    from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
     from torchrec.distributed.model_parallel import get_unwrapped_module
+    from torchrec.distributed.types import ShardedModule, ShardingEnv2D
     from torchrec.optim.fused import FusedOptimizer
     from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 except ImportError as error:
@@ -62,10 +65,14 @@ __all__ = [
     "SHARDED_COLLECTIONS",
     "CombinedOptimizer",
     "EmbeddingComputeKernel",
+    "EmbeddingLocation",
     "FusedOptimizer",
     "KeyedOptimizer",
     "KeyedOptimizerWrapper",
     "OptimizerWrapper",
+    "ShardedFeatureProcessedEmbeddingBagCollection",
+    "ShardedModule",
+    "ShardingEnv2D",
     "get_unwrapped_module",
     "private",
 ]

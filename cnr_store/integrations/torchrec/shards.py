@@ -17,17 +17,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from cnr_store.errors import Unsupported
 from cnr_store.integrations.torchrec.names import (
     SHARDED_COLLECTIONS,
     EmbeddingComputeKernel,
     get_unwrapped_module,
     private,
 )
-from cnr_store.integrations.torchrec.views import fused_movement, fused_scalars, fused_slots, put_fused_scalars
+from cnr_store.integrations.torchrec.refusals import check_kernel, check_module, check_weight
+from cnr_store.integrations.torchrec.views import (
+    fused_movement,
+    fused_scalars,
+    fused_slots,
+    kernel_memory,
+    put_fused_scalars,
+)
 from cnr_store.training.shards import LocalShard, whole_shard
-
-_IN_BACKWARD = {EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_UVM}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,9 +99,10 @@ def find_sharded(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] =
 
     Raises
     ------
+    UnsupportedModule
+        A module, kernel or sharding that a checkpoint could not have right (`refusals`).
     Unsupported
-        A kernel whose rows cannot be read in place (cached in device memory, key-value), or a private name that this
-        version of TorchRec does not have.
+        A private name that this version of TorchRec does not have.
     """
     pieces: list[_ShardPiece] = []
     found: list[tuple[nn.Module, nn.Module, list[tuple[nn.Module, bool]]]] = []
@@ -121,6 +126,7 @@ def find_sharded(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] =
 
 def _collections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for owner, module in get_unwrapped_module(model).named_modules():
+        check_module(owner, module)
         if isinstance(module, SHARDED_COLLECTIONS):
             yield owner, module
 
@@ -129,23 +135,27 @@ def _shards_of(
     owner: str, collection: nn.Module, group: Any, holder: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[tuple[LocalShard, int]]:
     """Yield the shards of one kernel in its order, each with the number of features that read it."""
-    kernel = private(holder, "emb_module")
-    weights = private(kernel, "split_embedding_weights")()
     tables = private(group, "embedding_tables")
     prefix = "embedding_bags" if hasattr(collection, "embedding_bags") else "embeddings"
-    for position, (config, weight) in enumerate(zip(tables, weights, strict=True)):
-        table = ".".join(part for part in (owner, prefix, config.name, "weight") if part)
-        _check_kernel(table, config, weight, [one.name for one in tables])
+    names = [".".join(part for part in (owner, prefix, config.name, "weight") if part) for config in tables]
+    kernel = private(holder, "emb_module")
+    for position, (table, config) in enumerate(zip(names, tables, strict=True)):
+        check_kernel(table, config, kernel, position)
+    weights = private(kernel, "split_embedding_weights")()
+    memory = kernel_memory(kernel)
+    for position, (table, config, weight) in enumerate(zip(names, tables, weights, strict=True)):
+        check_weight(table, config, weight, [one.name for one in tables])
         if group.compute_kernel is EmbeddingComputeKernel.DENSE:
             parameter = private(collection, prefix)[config.name].weight
             is_replicated = config.local_metadata is None
             shard = whole_shard(table, parameter, optimizers, weight=weight, is_replicated=is_replicated)
+            shard = replace(shard, memory=memory)
         else:
             optimizer = private(holder, "fused_optimizer")
             shard = LocalShard(
                 table, 0, config.num_embeddings, config.embedding_dim, (0, 0), (0, 0), weight, False, None,
                 fused_movement(kernel), fused_slots(kernel, position), fused_scalars(kernel, optimizer),
-                put_fused_scalars(kernel, optimizer),
+                put_fused_scalars(kernel, optimizer), memory,
             )  # fmt: skip
         yield _placed(shard, config, weight), len(config.feature_names)
 
@@ -154,21 +164,6 @@ def _placed(shard: LocalShard, config: Any, weight: torch.Tensor) -> LocalShard:
     first_row, first_column = (0, 0) if config.local_metadata is None else config.local_metadata.shard_offsets
     rows, columns = (first_row, first_row + weight.shape[0]), (first_column, first_column + weight.shape[1])
     return replace(shard, num_rows=config.num_embeddings, dim=config.embedding_dim, rows=rows, columns=columns)
-
-
-def _check_kernel(table: str, config: Any, weight: torch.Tensor, names: list[str]) -> None:
-    kernel = config.compute_kernel
-    if kernel is EmbeddingComputeKernel.DENSE:
-        if names.count(config.name) == 1:
-            return
-        problem = "has several shards on this rank and a dense kernel; shard it with compute_kernel='fused'"
-    elif kernel not in _IN_BACKWARD:
-        problem = f"has the kernel {kernel}, whose rows cannot be read in place; fused, fused_uvm and dense can"
-    elif not weight.dtype.is_floating_point:
-        problem = f"has weights of {weight.dtype}, expected a floating point type"
-    else:
-        return
-    raise Unsupported(f"table {table!r} {problem}", table=table, found=str(kernel))
 
 
 def _number(pieces: list[_ShardPiece]) -> None:

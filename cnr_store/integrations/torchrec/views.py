@@ -41,6 +41,32 @@ def fused_movement(kernel: nn.Module) -> RowMovement:
     )
 
 
+_PLACES = ("_dev", "_host", "_uvm")
+"""How names of tensors of rows end; each kind of state has one per place, of which one holds the rows.
+
+What is not used has no element, or a single integer.
+"""
+
+
+def kernel_memory(kernel: nn.Module) -> Callable[[], list[torch.Tensor]]:
+    """Return a function that returns the tensors which hold the kernel's rows and row state now.
+
+    Asked anew, because memory stashing gives a parameter other memory while it keeps the views of the old one.
+    """
+    own = [
+        (holder, name)
+        for holder in (kernel._parameters, kernel._buffers)
+        for name, tensor in holder.items()
+        if tensor is not None and tensor.numel() > (not tensor.is_floating_point())
+        if name == "weights" or name.endswith(_PLACES)
+    ]
+
+    def tensors() -> list[torch.Tensor]:
+        return [tensor for holder, name in own if (tensor := holder[name]) is not None]
+
+    return tensors
+
+
 def fused_slots(kernel: nn.Module, position: int) -> Callable[[], Slots]:
     """Return a function that returns the live row state of the kernel's table number ``position``.
 
