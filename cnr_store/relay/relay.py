@@ -26,7 +26,7 @@ from cnr_store.relay.mirroring import first_version, versions_of_channels
 from cnr_store.relay.report import RelayReport
 from cnr_store.relay.source import BATCH, RelaySource
 from cnr_store.relay.target import RelayTarget
-from cnr_store.relay.trimmer import Trimmer
+from cnr_store.relay.trimming import Trimmer
 from cnr_store.runtime.arguments import checked_count, checked_number
 from cnr_store.runtime.repeating import pause_s
 from cnr_store.runtime.threads import Throttle, blocks

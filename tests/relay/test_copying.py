@@ -13,7 +13,7 @@ from cnr_store.format.documents import sha256
 from cnr_store.format.layout import MANIFEST, segment_key, state_key
 from cnr_store.format.records import ChainEntry
 from cnr_store.relay.copier import copy_side_object
-from cnr_store.relay.trimmer import delete_segment
+from cnr_store.relay.trimming import delete_segment
 from cnr_store.runtime.threads import Throttle
 from cnr_store.segment.copying import copy_segment, has_segment
 from cnr_store.storage import Storage, storage_from_filesystem
