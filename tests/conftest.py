@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support.launcher import Launcher
 
@@ -29,6 +30,10 @@ def _has_room() -> bool:
 
 if _has_room():
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", _MEMORY)
+
+# How long an example takes depends on what else the machine does, and on which kernels are compiled already.
+settings.register_profile("any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any_machine")
 
 pytest_plugins = ["tests.support.servers"]
 

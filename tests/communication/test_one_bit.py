@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cnr_store.communication import Meter
@@ -54,7 +54,6 @@ class SimulatedRanks:
         return self.layout.join(torch.stack(answers))
 
 
-@settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=40))
 def test_signs_are_packed_as_numpy_packs_them(signs: list[bool]) -> None:
     padded = torch.tensor(signs + [False] * (-len(signs) % 8), dtype=torch.bool)
@@ -65,7 +64,6 @@ def test_signs_are_packed_as_numpy_packs_them(signs: list[bool]) -> None:
     assert torch.equal(unpack_signs(packed), padded.float() * 2 - 1)
 
 
-@settings(deadline=None)
 @given(SIZES, WORLDS, SEEDS)
 def test_what_is_sent_and_the_error_are_exactly_what_was_given(sizes: list[int], world: int, seed: int) -> None:
     layout = OneBitLayout(tuple(sizes), world)
@@ -82,7 +80,6 @@ def test_what_is_sent_and_the_error_are_exactly_what_was_given(sizes: list[int],
         torch.testing.assert_close(of_part, expected, rtol=1e-6, atol=0)
 
 
-@settings(deadline=None)
 @given(SIZES, SEEDS, WORLDS, WORLDS)
 def test_padding_changes_no_scale_and_no_sign(sizes: list[int], seed: int, world: int, other: int) -> None:
     values = drawn(OneBitLayout(tuple(sizes), 1), seed)[0]
@@ -95,7 +92,6 @@ def test_padding_changes_no_scale_and_no_sign(sizes: list[int], seed: int, world
     assert torch.equal(*sent)
 
 
-@settings(deadline=None)
 @given(SIZES, WORLDS, SEEDS)
 def test_nothing_is_lost_over_the_steps(sizes: list[int], world: int, seed: int) -> None:
     layout = OneBitLayout(tuple(sizes), world)
@@ -111,7 +107,6 @@ def test_nothing_is_lost_over_the_steps(sizes: list[int], world: int, seed: int)
     torch.testing.assert_close(received + held_back, given_sum, rtol=1e-5, atol=1e-5 * largest)
 
 
-@settings(deadline=None)
 @given(SIZES, WORLDS)
 def test_the_chunks_of_all_ranks_are_the_vector(sizes: list[int], world: int) -> None:
     layout = OneBitLayout(tuple(sizes), world)

@@ -115,7 +115,7 @@ def frozen_lamb_steps(model: nn.Module, states: list[dict[str, Any]], lr: float,
 # ---- the warm-up
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     st.floats(1e-5, 1e-2), st.floats(0, 0.99), st.floats(0.9, 0.9999), st.sampled_from([0.0, 0.01]), st.booleans()
 )  # fmt: skip

@@ -148,7 +148,7 @@ def test_split_training_equals_the_unsharded_one(run_ranks: RunRanks, world: int
             torch.testing.assert_close(torch.tensor(weight).view_as(expected), expected, rtol=1e-5, atol=1e-6)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 30), min_size=2, max_size=4), st.integers(0, 1000), st.booleans())
 def test_the_parts_of_any_ranges_add_up(cuts: list[int], step: int, with_values: bool) -> None:
     ids, offsets, given_values, _ = batch_of(step)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,7 +19,6 @@ from tests.communication.conftest import RunRanks
 from tests.communication.models import Clicks, losses_of
 
 
-@settings(deadline=None)
 @given(st.integers(0, 300), st.integers(1, 300), st.integers(0, 1000))
 def test_codes_come_back_from_their_words(length: int, levels: int, seed: int) -> None:
     codes = torch.randint(-levels, levels + 1, (length,), generator=torch.Generator().manual_seed(seed))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cnr_store.communication import RankState, StateTensor, chunk, reshard
@@ -22,7 +22,6 @@ def resharded(states: list[RankState], world: int) -> list[torch.Tensor]:
     return [reshard(states, rank, world).tensors["x"].value for rank in range(world)]
 
 
-@settings(deadline=None)
 @given(worlds, worlds, st.integers(0, 20), st.integers(0, 1000))
 def test_the_mean_over_ranks_of_what_was_held_back_stays(old: int, new: int, length: int, seed: int) -> None:
     values = list(torch.randn(old, length, generator=torch.Generator().manual_seed(seed)))
@@ -32,7 +31,6 @@ def test_the_mean_over_ranks_of_what_was_held_back_stays(old: int, new: int, len
     torch.testing.assert_close(found.double().mean(0), torch.stack(values).double().mean(0), rtol=0, atol=1e-6)
 
 
-@settings(deadline=None)
 @given(worlds, worlds, st.integers(0, 100))
 def test_chunks_of_a_vector_are_joined_and_cut_anew(old: int, new: int, length: int) -> None:
     whole = torch.arange(float(length))
@@ -46,7 +44,6 @@ def test_chunks_of_a_vector_are_joined_and_cut_anew(old: int, new: int, length: 
     ]
 
 
-@settings(deadline=None)
 @given(st.integers(0, 300), worlds, st.sampled_from([1, 8, 64]))
 def test_chunks_cover_a_vector_and_begin_at_multiples(length: int, world: int, multiple: int) -> None:
     ranges = [chunk(length, rank, world, multiple=multiple) for rank in range(world)]
@@ -55,7 +52,6 @@ def test_chunks_cover_a_vector_and_begin_at_multiples(length: int, world: int, m
     assert all(start % multiple == 0 for start, stop in ranges if start < stop)
 
 
-@settings(deadline=None)
 @given(worlds, st.sampled_from(["mean", "concatenate", "same"]))
 def test_as_many_ranks_get_back_what_each_saved(world: int, rule: Rule) -> None:
     states = states_of(rule, list(torch.randn(world, 5)))

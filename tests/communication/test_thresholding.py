@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -27,7 +27,6 @@ def padded(values: torch.Tensor) -> torch.Tensor:
     return torch.cat([values, torch.zeros(1)])
 
 
-@settings(deadline=None)
 @given(lengths, st.floats(0.001, 0.9), st.integers(0, 1000), st.booleans(), st.floats(0, 3))
 def test_what_is_sent_and_what_stays_are_together_what_was_there(
     length: int, keep: float, seed: int, renew: bool, threshold: float
@@ -44,7 +43,6 @@ def test_what_is_sent_and_what_stays_are_together_what_was_there(
     assert residual[-1] == 0
 
 
-@settings(deadline=None)
 @given(lengths, st.floats(0.001, 0.9), st.integers(0, 1000))
 def test_at_a_refresh_the_largest_values_are_sent(length: int, keep: float, seed: int) -> None:
     values = torch.randperm(length, generator=torch.Generator().manual_seed(seed)) + 1.0

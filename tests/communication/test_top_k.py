@@ -28,7 +28,6 @@ def largest(rows: torch.Tensor, count: int) -> torch.Tensor:
     return torch.where(rows.abs() >= least, rows, 0.0)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 5), st.integers(1, 400), st.floats(0.001, 1), st.sampled_from([torch.float32, torch.float16]))
 def test_a_message_means_the_largest_values(batch: int, width: int, keep: float, dtype: torch.dtype) -> None:
     layer = TopKActivations(keep, dtype=dtype)
@@ -52,7 +51,7 @@ def test_positions_of_wide_rows_arrive(width: int) -> None:
     assert torch.equal(layer(rows), rows)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.sampled_from(MODES), st.integers(1, 40), st.floats(0.01, 1), st.integers(0, 1000))
 def test_backward_sends_what_its_mode_says(mode: Backward, width: int, keep: float, seed: int) -> None:
     layer = TopKActivations(keep, mode)

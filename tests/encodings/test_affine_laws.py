@@ -11,7 +11,7 @@ from cnr_store.encodings import affine, packing
 from cnr_store.types import Affine, ParamDtype
 from tests.support import affine_reference
 
-LAWS = settings(max_examples=50, deadline=None)
+LAWS = settings(max_examples=50)
 
 widths = st.sampled_from(packing.WIDTHS)
 param_dtypes = st.sampled_from(["float16", "float32"])

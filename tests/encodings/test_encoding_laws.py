@@ -11,7 +11,7 @@ from cnr_store.types import MAX_CODE
 from tests.support import encoding_reference as reference
 from tests.support.encoders import digest_of_block, float_bits_codes, float_bits_floats, lattice_codes, lattice_floats
 
-LAWS = settings(max_examples=50, deadline=None)
+LAWS = settings(max_examples=50)
 
 shapes = hnp.array_shapes(min_dims=2, max_dims=2, min_side=1, max_side=9)
 code_widths = st.sampled_from([np.int16, np.int32])

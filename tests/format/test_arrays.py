@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import zarr
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cnr_store.errors import CorruptObject
@@ -104,7 +104,6 @@ def test_chunks_decode_into_given_memory(dtype: str, ndim: int) -> None:
     assert np.array_equal(np.concatenate(parts)[:11], values)
 
 
-@settings(deadline=None)
 @given(keys=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=30))
 def test_any_row_ids_come_back(keys: list[int]) -> None:
     rows = np.array(keys, np.int64)

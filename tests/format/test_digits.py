@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cnr_store.format import digit_kernels, digits
@@ -30,7 +30,6 @@ def room(values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     return np.full(values.nbytes + 8, 77, np.uint8)
 
 
-@settings(deadline=None)
 @given(values=integers())
 def test_every_packing_that_a_writer_may_choose_equals_the_reference(values: npt.NDArray[Any]) -> None:
     low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
@@ -45,7 +44,6 @@ def test_every_packing_that_a_writer_may_choose_equals_the_reference(values: npt
         assert back.tolist() == values.tolist()
 
 
-@settings(deadline=None)
 @given(
     bases=st.lists(st.integers(2, 256), max_size=8).map(tuple),
     seed=st.integers(0, 2**32 - 1),

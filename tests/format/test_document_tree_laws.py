@@ -55,7 +55,7 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(trees)
 def test_stored_tree_is_the_tree(tree: Any) -> None:
     data = canonical_json({"tree": encode(tree)})

@@ -261,7 +261,7 @@ class Life:
         self.writer.restore()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     encoding=st.sampled_from(sorted(OPTIONS)),
     mirror=st.sampled_from(["memory", "none"]),

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cnr_store import BadInput, Store, TableOptions, repair_store, verify_store
@@ -72,7 +72,6 @@ trees = st.recursive(
 def test_bytes_tell_how_deep_a_document_nests(block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "_BLOCK_BYTES", block_bytes)
 
-    @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(trees)
     def check(tree: Any) -> None:
         depth = depth_of(tree)

@@ -21,7 +21,7 @@ ODD_SIZES = [0, 1, 31, 32, 33, 1023, 1024, 1025, 5000]
 
 sizes = st.sampled_from(ODD_SIZES)
 raw_ids = st.lists(st.integers(-3, 5003), max_size=60)
-law = settings(max_examples=60, deadline=None)
+law = settings(max_examples=60)
 
 
 def bitmap_of(rows: dict[str, int], *, on_host: bool | None = None) -> RowBitmap:

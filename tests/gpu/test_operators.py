@@ -18,7 +18,7 @@ from cnr_store.errors import BadInput
 from cnr_store_gpu import RowBitmap, RowTracker, WatchedShard, operators
 from cnr_store_gpu.words import NO_ROW
 
-law = settings(max_examples=40, deadline=None)
+law = settings(max_examples=40)
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 pytestmark = [
     # torch's own, inside inductor and in its sparse tensors.

@@ -18,7 +18,7 @@ from cnr_store_gpu.words import rows_of, rows_of_spans
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes=st.lists(st.integers(0, 70), max_size=6), seed=st.integers(0, 99))
 def test_rows_of_spans_are_those_of_each_span(sizes: list[int], seed: int) -> None:
     words = np.random.default_rng(seed).integers(0, 2**32, sum(sizes), np.uint32)
@@ -33,7 +33,7 @@ def test_rows_of_spans_are_those_of_each_span(sizes: list[int], seed: int) -> No
         assert one.tolist() == rows_of(words[first : first + size]).tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_gradients_marked_together_are_those_of_each_table(data: st.DataObject) -> None:
     random = np.random.default_rng(data.draw(st.integers(0, 99)))
@@ -71,7 +71,7 @@ def test_a_take_of_some_tables_leaves_the_marks_of_the_others() -> None:
     assert {table: bitmap.row_ids(table).tolist() for table in marks} == {"a": [0, 39], "b": [], "c": [], "d": [6]}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_small_copies_equal_gather_rows(data: st.DataObject) -> None:
     random = np.random.default_rng(data.draw(st.integers(0, 99)))

@@ -27,7 +27,7 @@ def table(num_rows: int, dim: int, dtype: torch.dtype = torch.float32) -> dict[s
     }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(num_rows=st.sampled_from([1, 7, 64]), dim=st.integers(1, 5), counts=st.lists(st.integers(0, 90)), data=st.data())
 def test_staged_rows_equal_numpy_indexing_in_every_round(
     num_rows: int, dim: int, counts: list[int], data: st.DataObject
@@ -71,7 +71,7 @@ def sources(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("through", ["the gather alone", "the ring"])
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tables=st.lists(sources(), min_size=1, max_size=3), data=st.data())
 def test_staged_rows_are_those_of_the_instant_of_the_gather(
     host_transfer: HostTransfer, through: str, tables: list[dict[str, torch.Tensor]], data: st.DataObject

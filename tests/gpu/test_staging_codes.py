@@ -22,7 +22,7 @@ def rows_of(seed: int, num_rows: int, dim: int, dtype: torch.dtype = torch.float
     return (torch.randn(num_rows, dim, generator=generator) * 0.1).to(dtype)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 1000), num_rows=st.integers(1, 60), dim=st.integers(1, 40), dtype=st.sampled_from(DTYPES),
     scale=st.sampled_from([1e-4, 2.5e-4, 0.013]), through_ring=st.booleans(), data=st.data(),

@@ -64,7 +64,7 @@ def request(value: float, num_rows: int = 3) -> dict[str, RowRequest]:
 # ---- the ring
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     sizes=st.lists(st.integers(0, 5000), max_size=6),
     block_bytes=st.sampled_from([64, 256, 2048]),

@@ -232,7 +232,7 @@ def test_gradients_kept_over_a_save_move_rows_that_no_lookup_shows() -> None:
     assert taken(tracker) == {"weight": changed_rows(before, model.weight)} == {"weight": [1, 2]}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(0, 70),
     dim=st.integers(1, 9),

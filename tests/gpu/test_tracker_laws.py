@@ -60,7 +60,7 @@ GRADIENTS = {"sparse adam": [" sparse"], "adam": [""], "rmsprop": [""]}
 EXACT = {"sgd", "adagrad", "sparse adam"}  # elsewhere a row may stand still, or only its slots move
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_tracked_rows_are_the_changed_rows(data: st.DataObject) -> None:
     seed = data.draw(st.integers(0, 2**16))
@@ -285,7 +285,7 @@ def test_rows_of_a_source_are_taken_with_the_others() -> None:
 # ---- batches in flight
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_every_change_of_a_pipelined_shard_is_taken_wherever_it_is_cut(data: st.DataObject) -> None:
     ahead = data.draw(st.integers(0, 3))
@@ -320,7 +320,7 @@ def test_every_change_of_a_pipelined_shard_is_taken_wherever_it_is_cut(data: st.
     assert taken(tracker) == {"t": []}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cuts=st.lists(st.booleans(), min_size=16, max_size=16), sparse=st.booleans(), seed=st.integers(0, 99))
 def test_every_change_of_a_pipelined_model_is_taken_wherever_it_is_cut(
     cuts: list[bool], sparse: bool, seed: int

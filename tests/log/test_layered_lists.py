@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cnr_store.format.commit_record import is_live
@@ -70,7 +70,6 @@ def changed(head: CommitRecord, change: tuple[Any, ...]) -> dict[str, Any]:
     return {"expired": tuple(sorted({*head.expired, min(head.v, key)}))}
 
 
-@settings(deadline=None)
 @given(st.lists(changes, min_size=20, max_size=60))
 def test_layered_lists_are_those_of_a_plain_model(plan: list[tuple[Any, ...]]) -> None:
     storage = storage_from_filesystem(IsolatedMemoryFileSystem(), "/store")

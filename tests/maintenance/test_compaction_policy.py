@@ -83,7 +83,7 @@ def sizes(kind: str, count: int, random: np.random.Generator) -> list[int]:
 
 
 @given(policies, size_of_deltas, st.integers(0, 10**6), st.integers(1, 20), st.sampled_from([0.1, 0.7, 1.0]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_compacted_chain_is_short_and_small(
     policy: CompactionPolicy, kind: str, baseline: int, every: int, kept: float
 ) -> None:
@@ -105,7 +105,7 @@ def test_a_compacted_chain_is_short_and_small(
 
 
 @given(st.integers(2, 8), size_of_deltas, st.integers(1, 9), st.sampled_from([0.1, 0.7, 1.0]), st.integers(0, 9))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_each_byte_is_rewritten_once_per_tier_and_each_baseline_pays_off(
     fanout: int, kind: str, every: int, kept: float, seed: int
 ) -> None:

@@ -54,13 +54,13 @@ def compact_some_run(store: Store, chance: Any) -> None:
     assert digest_sums(after) == digests
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.data(), st.integers(0, 10**6))
 def test_ranks_go_on_from_whatever_was_compacted(data: st.DataObject, seed: int) -> None:
     check_a_life(data, seed, new_files())
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(st.data(), st.integers(0, 10**6))
 def test_the_independent_reader_reads_what_was_compacted(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, seed: int

@@ -151,7 +151,7 @@ def merge_tilings(
     store.close()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(seed=SEEDS, chunk_bytes=CHUNKS, merged_chunk_bytes=CHUNKS)
 def test_merged_chains_of_any_encoding_lead_to_the_same_bits(
     seed: int, chunk_bytes: int, merged_chunk_bytes: int
@@ -159,7 +159,7 @@ def test_merged_chains_of_any_encoding_lead_to_the_same_bits(
     merge_encodings(seed, chunk_bytes, merged_chunk_bytes)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(
     seed=SEEDS, additive=st.booleans(), row_slot=st.booleans(), states_digest=st.booleans(), chunk_bytes=CHUNKS,
     merged_chunk_bytes=CHUNKS,
@@ -183,7 +183,7 @@ def test_merged_chains_lead_to_the_same_bits_over_many_lives() -> None:
 
 
 @pytest.mark.parametrize("encoding", sorted(ENCODINGS))
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(chain=saves(), chunk_bytes=CHUNKS)
 def test_a_merged_run_of_deltas_is_the_composition_of_its_row_lists(
     encoding: str, chain: list[tuple[int, list[str]]], chunk_bytes: int

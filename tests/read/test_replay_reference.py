@@ -78,7 +78,7 @@ def saves(draw: st.DrawFn) -> list[tuple[int, list[str]]]:
 
 @pytest.mark.parametrize("encoding", sorted(ENCODINGS))
 @pytest.mark.parametrize("chunk_bytes", [16, 1 << 20])
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(chain=saves())
 def test_replay_equals_compose_and_apply(encoding: str, chunk_bytes: int, chain: list[tuple[int, list[str]]]) -> None:
     with pytest.MonkeyPatch.context() as patch:

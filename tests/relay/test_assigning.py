@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cnr_store import BadInput
@@ -39,7 +39,6 @@ def drawn(count: int, seed: int) -> dict[int, int]:
     return {shard: 100 + (shard * 2_654_435_761 + seed * 97) % 1000 for shard in range(count)}
 
 
-@settings(deadline=None)
 @given(sizes_of, st.integers(1, 3))
 def test_no_relay_has_more_than_four_thirds_of_the_best_possible(sizes: list[int], count: int) -> None:
     found = assign_shards(dict(enumerate(sizes)), NAMES[:count])
@@ -49,7 +48,6 @@ def test_no_relay_has_more_than_four_thirds_of_the_best_possible(sizes: list[int
     assert 3 * largest(found, dict(enumerate(sizes))) <= 4 * best(sizes, count)
 
 
-@settings(deadline=None)
 @given(sizes_of, st.integers(1, 3), st.lists(st.integers(0, 4), min_size=8, max_size=8))
 @example([1, 7, 13, 13], 2, [0, 0, 1, 1, 0, 0, 0, 0])  # assigned again, the first shard moved once more
 def test_the_bound_holds_whatever_was_before(sizes: list[int], count: int, owners: list[int]) -> None:
@@ -64,7 +62,6 @@ def test_the_bound_holds_whatever_was_before(sizes: list[int], count: int, owner
     assert assign_shards(dict(enumerate(sizes)), NAMES[:count], before=found) == found
 
 
-@settings(deadline=None)
 @given(st.permutations(list(range(9))), st.permutations(NAMES[:4]))
 def test_the_order_of_the_arguments_does_not_matter(shards: list[int], relays: list[str]) -> None:
     sizes = drawn(9, 1)

@@ -19,7 +19,7 @@ def held(samples: Any, edges: list[int], count: int) -> Any:
     return np.stack([samples[np.array(edges) == edge].sum(axis=0) for edge in range(count)]).astype(float)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 10**6), st.integers(1, 7), st.integers(1, 3))
 def test_every_user_has_an_edge_within_bounds_and_no_move_helps(seed: int, users: int, edges: int) -> None:
     drawn = np.random.default_rng(seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cnr_store.format.commit_record import is_live
@@ -55,7 +55,6 @@ def test_a_relay_never_begins_at_position_0() -> None:
     assert versions_of_channels(msgspec.structs.replace(head, expired=(7,)), 1) == ()
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.frozensets(st.integers(0, NEWEST - 1), min_size=1, max_size=4), min_size=1, max_size=10),
     st.integers(1, 4),

@@ -127,7 +127,7 @@ def test_all_that_is_read_is_what_it_would_be_without_shards(store: Store, tmp_p
     assert verify_store(store, deep=True).problems == ()
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(rows=st.integers(1, 130), chunk_rows=st.integers(1, 12), threads=st.integers(1, 3), seed=st.integers(0, 9))
 def test_any_table_comes_back_from_shards(rows: int, chunk_rows: int, threads: int, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -18,7 +18,7 @@ from tests.support import encoding_reference as reference
 from tests.support.encoders import lattice_floats
 from tests.support.memory import store_in_memory
 
-LAWS = settings(max_examples=25, deadline=None)
+LAWS = settings(max_examples=25)
 ROWS, DIM, SCALE = 24, 3, 0.25
 Array = Any
 

@@ -104,7 +104,7 @@ def check_codes(mirror: TableCodes, model: Model, rectangle: Rectangle) -> None:
 
 @pytest.mark.parametrize("window_bytes", [1, 1 << 20])
 @pytest.mark.parametrize(("additive", "row_slot"), [(True, False), (True, True), (False, False), (False, True)])
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32 - 1), saves=st.integers(1, 3), chunk_bytes=st.sampled_from([16, 1 << 20]))
 def test_every_rectangle_reads_as_written(
     additive: bool, row_slot: bool, window_bytes: int, seed: int, saves: int, chunk_bytes: int
@@ -127,7 +127,7 @@ def test_every_rectangle_reads_as_written(
 
 
 @pytest.mark.parametrize(("additive", "row_slot"), [(True, False), (True, True), (False, True)])
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32 - 1), saves=st.integers(1, 3))
 def test_the_independent_reader_and_a_deep_check_agree(
     tmp_path_factory: pytest.TempPathFactory, additive: bool, row_slot: bool, seed: int, saves: int

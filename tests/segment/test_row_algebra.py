@@ -12,7 +12,7 @@ from cnr_store.types import RowRange
 from tests.support import row_algebra as algebra
 from tests.support.row_algebra import RowArrays, RowContent, RowOps, RowState
 
-LAWS = settings(max_examples=60, deadline=None)
+LAWS = settings(max_examples=60)
 MODES: dict[str, algebra.AddMode] = {"codes": "checked", "momentum1": "wrapping", "exp_avg": "replace"}
 INT32 = np.iinfo(np.int32)
 NUM_ROWS = 8

@@ -13,7 +13,7 @@ from cnr_store.format.records import TableSchema
 from cnr_store.segment.shards import Shard, assign_owners, check_placements, column_cuts, shards_of
 from cnr_store.types import FloatBits, Rectangle
 
-LAW = settings(max_examples=60, deadline=None)
+LAW = settings(max_examples=60)
 
 
 def box(rows: tuple[int, int], columns: tuple[int, int] = (0, 8)) -> Rectangle:

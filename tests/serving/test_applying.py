@@ -60,7 +60,6 @@ def spec_of(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", sorted(SCHEMAS))
-@settings(deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(0, 5), large=st.booleans())
 def test_adding_to_values_is_decoding_the_sum_of_the_codes(name: str, seed: int, rows: int, large: bool) -> None:
     spec, rng = spec_of(name), np.random.default_rng(seed)
@@ -178,7 +177,7 @@ def content(applied: Applied) -> Any:
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**32 - 1), holding=st.sampled_from(HOLDINGS), chunk_bytes=st.sampled_from([64, 1 << 20]))
 def test_the_quick_way_is_the_plain_way(kind: str, seed: int, holding: ServeAs, chunk_bytes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

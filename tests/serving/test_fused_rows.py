@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -59,7 +59,6 @@ def assert_same_bytes(ours: npt.NDArray[np.uint8], theirs: npt.NDArray[np.uint8]
     assert not len(differs), (differs[:3], ours[differs[:1]], theirs[differs[:1]], values)
 
 
-@settings(deadline=None)  # the first call compiles
 @pytest.mark.parametrize("bits", [8, 4])
 @given(
     values=arrays(
@@ -78,7 +77,6 @@ def test_kernel_equals_the_reference(bits: int, values: npt.NDArray[np.float32])
     assert_same_bytes(found, expected, values)
 
 
-@settings(deadline=None)
 @given(st.floats(width=32, allow_nan=False))
 @example(65519.996)
 @example(2.0**-25)
@@ -109,7 +107,6 @@ def test_bytes_are_those_of_torch(dim: int) -> None:
 
 
 @needs_avx2
-@settings(deadline=None)
 @given(st.integers(1, 24), st.integers(0, 2**32 - 1), st.integers(-38, 38))
 def test_bytes_are_those_of_torch_at_any_magnitude(pairs: int, seed: int, magnitude: int) -> None:
     rng = np.random.default_rng(seed)

@@ -72,11 +72,11 @@ class IndexedKeys(RuleBasedStateMachine):
 
 
 TestIndexedKeys = IndexedKeys.TestCase
-TestIndexedKeys.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestIndexedKeys.settings = settings(max_examples=60, stateful_step_count=20)
 
 
 @given(keys=st.lists(st.integers(-(2**63), 2**63 - 1), unique=True, max_size=200))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_unique_keys_are_found_where_they_were_put(keys: list[int]) -> None:
     index = KeyIndex.allocate(len(keys))
     array = np.array(keys, np.int64)

@@ -56,7 +56,7 @@ def check(snapshot: Snapshot, served: ServedTable, holding: ServeAs, status: Arr
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 2**32 - 1), holding=st.sampled_from(HOLDINGS), window_bytes=st.sampled_from([50, 1 << 20]))
 def test_a_table_is_loaded_as_it_is_with_every_status(
     kind: str, seed: int, holding: ServeAs, window_bytes: int

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cnr_store.errors import BadInput, Fenced, NonFiniteValues, StorageFailure
@@ -368,7 +368,6 @@ steps = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(steps, max_size=30), st.sampled_from([(4, 1), (4, 8), (1000, 1000)]))
 def test_after_any_life_each_commit_was_one_version_whole(
     life: list[tuple[str, object]], sizes: tuple[int, int]

@@ -252,6 +252,6 @@ def check(batch: Any, view: View, version: int, models: Models) -> None:
 
 
 TestServedTables = ServedTables.TestCase
-TestServedTables.settings = settings(max_examples=25, stateful_step_count=15, deadline=None)
+TestServedTables.settings = settings(max_examples=25, stateful_step_count=15)
 TestSharedTables = SharedTables.TestCase
-TestSharedTables.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestSharedTables.settings = settings(max_examples=25, stateful_step_count=20)

@@ -514,7 +514,6 @@ def run(examples: int, steps: int, machine: type[StoreMachine] = StoreMachine) -
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
-            deadline=None,
             database=None,
             phases=[Phase.generate],  # a life is its own explanation; shrinking one takes minutes
             report_multiple_bugs=False,

@@ -154,7 +154,7 @@ def test_log_with_unequal_lengths_is_refused() -> None:
         replace(_log(4), labels=np.zeros(3, dtype=np.float32))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(num_samples=st.integers(1, 40), batch_size=st.integers(1, 10), taken=st.integers(0, 40), data=st.data())
 def test_loader_resumed_from_any_state_hands_out_the_same_batches(
     num_samples: int, batch_size: int, taken: int, data: st.DataObject

@@ -363,7 +363,7 @@ def _naive_auc(labels: list[int], scores: list[float]) -> float:
     return sum(wins) / len(wins)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(-4, 4)), min_size=2, max_size=60))
 def test_auc_equals_the_share_of_ordered_pairs(samples: list[tuple[int, int]]) -> None:
     labels = [0, 1] + [label for label, _ in samples]

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -184,7 +184,6 @@ def vars_of(one: Any) -> tuple[object, ...]:
     return one.name, id(one.parameter), one.optimizer, one.group, one.is_table
 
 
-@settings(deadline=None)
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     actions=st.lists(st.tuples(st.sampled_from(ACTIONS), st.booleans()), max_size=12),

@@ -221,7 +221,7 @@ def test_a_save_at_the_last_batch_of_an_epoch(way: Callable[[int, int], Any], wo
     assert second.seen == uninterrupted(workers)[PER_EPOCH : PER_EPOCH + 5]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     way=st.sampled_from(WAYS), pipeline=st.sampled_from(PIPELINES), every=st.integers(1, 9),
     every_steps=st.integers(2, 9), stops=st.lists(st.integers(1, TOTAL - 1), max_size=3),

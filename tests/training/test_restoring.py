@@ -449,7 +449,7 @@ def test_generators_that_cannot_be_set_are_corruption(tmp_path: Path, monkeypatc
 
 
 @given(st.integers(0, 3), st.none() | st.integers(1, 3), st.booleans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_kind_of_a_slot_is_that_of_its_rows(rows: int, width: int | None, is_sparse: bool) -> None:
     slot = torch.zeros(rows) if width is None else torch.zeros(rows, width)
 

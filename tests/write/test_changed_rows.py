@@ -12,7 +12,7 @@ from tests.support.memory import store_in_memory
 ROWS = 40
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     changed=st.sets(st.integers(0, ROWS - 1)),
     touched=st.sets(st.integers(0, ROWS - 1)),

@@ -52,7 +52,7 @@ from tests.write.many_ranks import (
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.data(), st.integers(0, 10**6), st.sampled_from(["memory", "mmap"]))
 def test_ranks_store_what_one_writer_stores(data: st.DataObject, seed: int, mirror: Any) -> None:
     files, single = new_files(), new_files()

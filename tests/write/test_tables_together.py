@@ -73,7 +73,7 @@ def state_of(mirror: TableCodes) -> tuple[object, ...]:
     return {n: (a.dtype, a.tobytes()) for n, a in mirror.arrays.items()}, status, mirror.escapes.rows.tolist()
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(data=st.data())
 def test_tables_together_have_the_row_lists_of_each_alone(data: st.DataObject) -> None:
     with Workers(2) as workers:
@@ -119,7 +119,7 @@ def test_tables_of_many_rows_are_encoded_in_several_runs() -> None:
         ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     ids=st.lists(st.lists(st.integers(-2, 9), max_size=4), max_size=5),
     ranges=st.lists(st.sampled_from([(0, 8), (2, 6), None]), min_size=5, max_size=5),
@@ -173,7 +173,7 @@ def test_of_a_call_that_is_refused_no_table_is_written() -> None:
         assert not store.snapshot().table("b").read().any()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_rows_of_a_run_stay_with_their_tables_in_any_transaction(data: st.DataObject) -> None:
     """Lists of one table alone, deletions, tables without rows, calls in another order, chunks of a few rows."""
