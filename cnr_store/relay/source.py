@@ -35,6 +35,7 @@ class RelaySource:
         # Most of the time is waiting for the network; the objects of a delta are few and small.
         self.workers = store.internals.read_workers
         self.newest: LogEntry | None = None
+        self._kept: dict[int, bytes] = {}
 
     def look(self) -> LogEntry:
         """Read the newest record. A few GETs."""
@@ -54,13 +55,25 @@ class RelaySource:
         """
         if self.newest is None or self.newest.record.v < seen.record.v:
             try:
-                is_newest = seen.record.state is None and self.log.poll(seen) is None
-                self.newest = seen if is_newest else self.store.head()
+                self.newest = seen if seen.record.state is None and self._is_last(seen) else self.store.head()
             except CorruptRecord:
                 if seen.record.state is not None:
                     raise
                 self.newest = seen
         return self.newest
+
+    def _is_last(self, seen: LogEntry) -> bool:
+        """Look for a record after ``seen``, and read the bytes of ``seen`` meanwhile, which are copied next."""
+
+        def keep_bytes() -> None:
+            data = self._bytes_at(seen.record.v)
+            # Of a read that was cut short nothing is kept: else every later round would find it damaged again.
+            self._kept = {seen.record.v: data} if data is not None and sha256(data) == seen.digest else {}
+
+        return self.workers.run([partial(self.log.poll, seen), keep_bytes])[0] is None
+
+    def _kept_or_read(self, version: int) -> bytes | None:
+        return self._kept.get(version) or self._bytes_at(version)
 
     def entry(self, version: int) -> LogEntry:
         """Return the record of a version, or the one that superseded it. One GET."""
@@ -83,7 +96,7 @@ class RelaySource:
         """Yield the checked bytes of the positions from ``top`` down to ``bottom``. One GET each, many in parallel."""
         for start, stop in blocks(top + 1 - bottom, BATCH):
             versions = range(top - start, top - stop, -1)
-            found = self.workers.run(partial(self._bytes_at, version) for version in versions)
+            found = self.workers.run(partial(self._kept_or_read, version) for version in versions)
             for version, data in zip(versions, found, strict=True):
                 if data is None:
                     raise CorruptRecord(

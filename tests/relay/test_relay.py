@@ -28,7 +28,7 @@ from cnr_store.format.layout import BRANCHES, COMMITS, DATA, IDENTITY, STATE, co
 from cnr_store.relay.relay import Relay
 from cnr_store.relay.report import RelayReport
 from tests.relay.relays import DIM, FAR, near, place, same_objects, save, value_of
-from tests.support.faulty import FaultyFileSystem, IsolatedMemoryFileSystem
+from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 from tests.support.snapshot_bytes import bytes_of
 
 
@@ -160,6 +160,25 @@ def test_a_new_version_costs_the_source_five_requests_and_its_objects(
 
     # The record, whether one follows it, the manifest, the record's bytes, and whether there is more.
     assert watched.count("read") - before == 5 + (report.objects - 1)
+
+
+def test_a_record_whose_bytes_were_cut_short_is_read_again(store: Store, files: IsolatedMemoryFileSystem) -> None:
+    watched = FaultyFileSystem(files)
+    save(store, 1)
+    relay = Relay(near(watched, FAR), place(files))
+    with store.writer() as writer:
+        writer.restore()
+        relay.advance()
+        with writer.begin(2) as txn:
+            txn.write_rows("t", np.arange(3), np.full((3, DIM), 2, np.float32))
+    bytes_of_record = len(watched.calls) + 2  # after the record, and the look whether one follows it
+    watched.arm(Fault(FaultKind.SHORT_READ, bytes_of_record))
+
+    relay.advance()
+
+    record = commit_key(store.latest_version())
+    assert [call.path.endswith(record) for call in watched.calls[bytes_of_record - 2 :]].count(True) == 3
+    assert value_of(near(files)) == 2
 
 
 def test_a_relay_that_is_stopped_before_it_runs_copies_nothing(store: Store, files: IsolatedMemoryFileSystem) -> None:
