@@ -65,12 +65,16 @@ class RelaySource:
     def _is_last(self, seen: LogEntry) -> bool:
         """Look for a record after ``seen``, and read the bytes of ``seen`` meanwhile, which are copied next."""
 
-        def keep_bytes() -> None:
+        def is_last() -> bool:
+            return self.log.poll(seen) is None
+
+        def keep_bytes() -> bool:
             data = self._bytes_at(seen.record.v)
             # Of a read that was cut short nothing is kept: else every later round would find it damaged again.
             self._kept = {seen.record.v: data} if data is not None and sha256(data) == seen.digest else {}
+            return True
 
-        return self.workers.run([partial(self.log.poll, seen), keep_bytes])[0] is None
+        return all(self.workers.run([is_last, keep_bytes]))
 
     def _kept_or_read(self, version: int) -> bytes | None:
         return self._kept.get(version) or self._bytes_at(version)
