@@ -21,6 +21,8 @@ from cnr_store.runtime.addresses import float32s_at, int16s_at, int32s_at
 from cnr_store.runtime.jit import njit
 
 PART_FIELDS = 7
+CODE_BYTES = 4
+"""The column of ``parts`` with the bytes of a code in the mirror."""
 
 _compiled = njit(nogil=True, error_model="numpy")
 _INFINITE = np.int32(0x7F800000)

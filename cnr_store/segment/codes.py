@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any, Literal
+from functools import cached_property, lru_cache
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -110,8 +110,38 @@ class ArraySpec:
         return digest.presence(self.columns[0], escape=escape) if self.name == "codes" else digest.NO_PRESENCE
 
 
-def array_specs(schema: TableSchema, columns: tuple[int, int] | None = None) -> Mapping[str, ArraySpec]:
-    """Return the arrays of a table, or of a column range of it, weights first. Pure; what is returned is kept."""
+class Differences(NamedTuple):
+    """A float32 array that differences are taken of: ``shift`` of float_bits, None of a lattice."""
+
+    name: str
+    width: int
+    is_vector: bool
+    shift: int | None
+    columns: tuple[int, int]
+
+
+class ArraySpecs(dict[str, ArraySpec]):
+    """The arrays of a table, or of some of its columns, by name, weights first. Not to be changed."""
+
+    @cached_property
+    def differences(self) -> tuple[Differences, ...] | None:
+        """What is equal of tables whose rows can be encoded by one call.
+
+        None where an array has no differences, or not of float32.
+        """
+        if not all(spec.is_additive and spec.dtype == "float32" for spec in self.values()):
+            return None
+        return tuple(
+            Differences(
+                name, spec.width, spec.is_vector,
+                spec.bit_shift if isinstance(spec.encoding, FloatBits) else None, spec.columns,
+            )
+            for name, spec in self.items()
+        )  # fmt: skip
+
+
+def array_specs(schema: TableSchema, columns: tuple[int, int] | None = None) -> ArraySpecs:
+    """Return the arrays of a table, or of a column range of it. Pure; what is returned is kept."""
     return _specs_of(schema_key(schema), columns or (0, schema.dim))
 
 
@@ -121,7 +151,7 @@ def schema_key(schema: TableSchema) -> bytes:
 
 
 @lru_cache(maxsize=1 << 14)
-def _specs_of(key: bytes, columns: tuple[int, int]) -> Mapping[str, ArraySpec]:
+def _specs_of(key: bytes, columns: tuple[int, int]) -> ArraySpecs:
     schema = msgspec.msgpack.decode(key, type=TableSchema)
     width = columns[1] - columns[0]
     scale_shift = 0.5**schema.shift
@@ -129,7 +159,7 @@ def _specs_of(key: bytes, columns: tuple[int, int]) -> Mapping[str, ArraySpec]:
     if isinstance(encoding, Lattice):
         encoding = Lattice(scale=encoding.scale * scale_shift)
     additive = isinstance(encoding, Lattice | FloatBits) and schema.keys == "dense"
-    specs = {"codes": ArraySpec("codes", encoding, schema.dtype, width, False, additive, schema.fill, columns)}
+    specs = ArraySpecs(codes=ArraySpec("codes", encoding, schema.dtype, width, False, additive, schema.fill, columns))
     for name, slot in schema.slots.items():
         vector = slot.kind == "row"
         specs[f"slots/{name}"] = ArraySpec(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,8 +21,8 @@ from cnr_store.encodings import digest, float_bits, kernels, table_kernels, widt
 from cnr_store.encodings.widths import as_columns
 from cnr_store.runtime.addresses import address_of
 from cnr_store.runtime.threads import Workers
-from cnr_store.segment.codes import Array, ArraySpec, TableCodes, escape_bits
-from cnr_store.types import FloatBits, Lattice, RowIds
+from cnr_store.segment.codes import Array, ArraySpec, ArraySpecs, Differences, TableCodes, escape_bits
+from cnr_store.types import Lattice, RowIds
 from cnr_store.write.encode import (
     ENCODE_ROWS,
     EncodedList,
@@ -59,7 +58,7 @@ class TouchedTable(msgspec.Struct, frozen=True, eq=False, gc=False):
     """
 
     table: str
-    specs: Mapping[str, ArraySpec]
+    specs: ArraySpecs
     mirror: TableCodes | None
     row_ids: RowIds
     values: Mapping[str, Array]
@@ -74,6 +73,7 @@ class TouchedTable(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 _BAD = kernels.BAD_ROW
 _INT16_MAX = 2**15 - 1
+_FLOAT32 = np.dtype(np.float32)
 _WIDTHS = ((np.dtype(np.int16), _INT16_MAX), (np.dtype(np.int32), 2**31 - 1))
 """What differences are stored in, and the largest of each."""
 
@@ -107,9 +107,9 @@ def encode_touched(touched: Sequence[TouchedTable], *, absolute: bool, workers: 
     NonFiniteValues
         Names the table and the first row.
     """
-    together: dict[tuple[_Differences, ...], list[int]] = {}
+    together: dict[tuple[Differences, ...], list[int]] = {}
     for number, one in enumerate(touched):
-        arrays = None if absolute else _differences_of(one)
+        arrays = None if absolute else _shared_call(one)
         if arrays is not None:
             together.setdefault(arrays, []).append(number)
     runs = [
@@ -287,16 +287,6 @@ def _leaving(mirror: TableCodes, rows: RowIds) -> int:
     return -total
 
 
-class _Differences(NamedTuple):
-    """One array of tables that are encoded together: ``shift`` of float_bits, None of a lattice."""
-
-    name: str
-    width: int
-    is_vector: bool
-    shift: int | None
-    columns: tuple[int, int]
-
-
 def _runs(items: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
     """Cut into runs of about `ENCODE_ROWS` rows: tasks of a thread."""
     runs: list[list[int]] = []
@@ -310,24 +300,19 @@ def _runs(items: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
     return runs
 
 
-def _differences_of(one: TouchedTable) -> tuple[_Differences, ...] | None:
+def _shared_call(one: TouchedTable) -> tuple[Differences, ...] | None:
     """The arrays of a table whose rows can be encoded with others; None where they go alone."""
-    mirror = one.mirror
-    if mirror is None or mirror.status is not None or not 0 < len(one.row_ids) < ENCODE_ROWS:
+    mirror, arrays = one.mirror, one.specs.differences
+    if arrays is None or mirror is None or mirror.status is not None or not 0 < len(one.row_ids) < ENCODE_ROWS:
         return None
-    arrays = []
-    for name, spec in one.specs.items():
-        values, held, encoding = one.values[name], mirror.arrays.get(name), spec.encoding
-        if not spec.is_additive or spec.dtype != "float32" or values.dtype != np.float32 or held is None:
+    for name, values in one.values.items():
+        held = mirror.arrays.get(name)
+        if held is None or not (values.flags.c_contiguous and held.flags.c_contiguous) or values.dtype != _FLOAT32:
             return None
-        if not (values.flags.c_contiguous and held.flags.c_contiguous):
-            return None
-        shift = spec.bit_shift if isinstance(encoding, FloatBits) else None
-        arrays.append(_Differences(name, spec.width, spec.is_vector, shift, spec.columns))
-    return tuple(arrays)
+    return arrays
 
 
-def _encode_run(arrays: Sequence[_Differences], run: Sequence[TouchedTable]) -> list[EncodedRows | None]:
+def _encode_run(arrays: Sequence[Differences], run: Sequence[TouchedTable]) -> list[EncodedRows | None]:
     """Encode tables with the same arrays; None for one that has to go alone: bad rows, or differences beyond int16."""
     rows = np.concatenate([one.row_ids for one in run])
     mirrors = [one.mirror for one in run if one.mirror is not None]

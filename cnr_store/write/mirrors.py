@@ -230,12 +230,12 @@ def apply_rows(changes: Iterable[tuple[EncodedRows, TableCodes]], workers: Worke
     """
     together: dict[int, list[tuple[EncodedRows, TableCodes]]] = {}
     for encoded, mirror in changes:
-        if encoded.run is None or not all(_can_take(mirror, name) for name in mirror.arrays):
+        if encoded.run is None:
             apply_alone(encoded, mirror, workers)
         elif encoded.lists:
             together.setdefault(id(encoded.run), []).append((encoded, mirror))
     for own in together.values():
-        _add_together(own)
+        _add_together(own, workers)
 
 
 def apply_alone(encoded: EncodedRows, mirror: TableCodes, workers: Workers) -> None:
@@ -251,25 +251,26 @@ def apply_alone(encoded: EncodedRows, mirror: TableCodes, workers: Workers) -> N
             put_escapes(mirror.escapes, item, mirror.arrays)
 
 
-def _can_take(mirror: TableCodes, name: str) -> bool:
-    return mirror.arrays[name].flags.c_contiguous and not _wraps(mirror, name)
-
-
-def _add_together(own: Sequence[tuple[EncodedRows, TableCodes]]) -> None:
+def _add_together(own: Sequence[tuple[EncodedRows, TableCodes]], workers: Workers) -> None:
     """Move mirrors to their rows of one run."""
     run = own[0][0].run
     assert run is not None  # asked before
     mirrors = [mirror for _, mirror in own]
     starts = np.array([encoded.start for encoded, _ in own], np.int64)
     counts = np.array([len(encoded.lists["add"].row_ids) for encoded, _ in own], np.int64)
-    reached = np.empty(len(own), np.int64)
     for name in mirrors[0].arrays:
-        codes = as_columns(run.arrays[name])
         parts = table_kernels.parts_of(starts, counts, 0, [mirror.place_of(name) for mirror in mirrors])
-        table_kernels.add_to_mirrors(parts, run.row_ids, codes, reached)
-        for number in np.flatnonzero(reached >= 0).tolist():
-            added, mirror = own[number][0].lists["add"], mirrors[number]
-            _finish_move(mirror, name, added, [(int(reached[number]), len(added.row_ids))], adds=True)
+        is_wrapping = np.zeros(len(own), np.bool_)
+        if not isinstance(mirrors[0].specs[name].encoding, Lattice):
+            is_wrapping = parts[:, table_kernels.CODE_BYTES] == np.dtype(np.int32).itemsize
+        for number in np.flatnonzero(is_wrapping).tolist():
+            _move(mirrors[number], name, own[number][0].lists["add"], workers, adds=True)
+        others = np.flatnonzero(~is_wrapping)
+        reached = np.empty(len(others), np.int64)
+        table_kernels.add_to_mirrors(parts[others], run.row_ids, as_columns(run.arrays[name]), reached)
+        for number, stop in zip(others[reached >= 0].tolist(), reached[reached >= 0].tolist(), strict=True):
+            added = own[number][0].lists["add"]
+            _finish_move(mirrors[number], name, added, [(stop, len(added.row_ids))], adds=True)
 
 
 def _move(mirror: TableCodes, name: str, item: EncodedList, workers: Workers, *, adds: bool) -> None:

@@ -212,8 +212,7 @@ class StagedTables:
         if len(set(shards)) < len(shards):
             twice = next(shard for shard in shards if shards.count(shard) > 1)
             raise BadInput(f"table {twice} is given twice in one call; give its rows at once", table=twice.table)
-        for shard, touched in given:
-            self._check_touched(shard, touched)
+        self._check_touched(given)
         filled = [number for number, (_, touched) in enumerate(given) if len(touched.row_ids)]
         encoded = encode_touched(
             [given[number][1] for number in filled],
@@ -256,17 +255,19 @@ class StagedTables:
             given.append((shard, touched))
         return given
 
-    def _check_touched(self, shard: Shard, touched: TouchedTable) -> None:
+    def _check_touched(self, given: Sequence[tuple[Shard, TouchedTable]]) -> None:
         """Refuse rows that this transaction has already, or a baseline of touched rows alone."""
-        self._check_first(shard, "add", "set", "escape")
-        self._check_disjoint(shard, touched.row_ids)
-        schema = self._schemas.tables[shard.table]
-        is_baseline = self._draft.kind == "baseline" and schema.keys == "dense"
-        if is_baseline and (touched.mirror is None or not is_fully_mirrored(schema)):
-            raise BadInput(
-                f"table {shard.table!r} has no full mirror, so a baseline needs all its rows: use write_table()",
-                table=shard.table,
-            )
+        begun = self._rows.keys() | self._parts.entries.keys() | self._whole.keys()
+        for shard, touched in given if begun else ():
+            self._check_first(shard, "add", "set", "escape")
+            self._check_disjoint(shard, touched.row_ids)
+        for shard, touched in given if self._draft.kind == "baseline" else ():
+            schema = self._schemas.tables[shard.table]
+            if schema.keys == "dense" and (touched.mirror is None or not is_fully_mirrored(schema)):
+                raise BadInput(
+                    f"table {shard.table!r} has no full mirror, so a baseline needs all its rows: use write_table()",
+                    table=shard.table,
+                )
 
     def stage_delete(self, table: str, row_ids: RowIds, rectangle: Rectangle | None) -> None:
         """Take note of rows that are deleted."""
