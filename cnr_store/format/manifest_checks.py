@@ -27,7 +27,7 @@ from cnr_store.format.records import (
     RowListEntry,
     TableSchema,
 )
-from cnr_store.types import Affine, FloatBits, Lattice
+from cnr_store.types import Affine, Encoding, FloatBits, Lattice
 
 _CARRIERS = {"float32": "float32", "float16": "float16", "bfloat16": "uint16"}
 _STORED_AS = {"bfloat16": "uint16", "bool": "uint8"}
@@ -61,14 +61,21 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
             check_name(node)
     if len({*manifest.documents, *manifest.kept}) != len(manifest.documents) + len(manifest.kept):
         yield "a document is kept twice, or kept and stored"
+    forms: dict[Form, int] = {}
+    form_of: dict[int, int] = {}
     for name, schema in {id(schema): (name, schema) for name, schema in manifest.tables.items()}.values():
         yield from _schema_problems(name, schema)
+        new = len(forms)
+        form_of[id(schema)] = number = forms.setdefault(_form_of(schema), new)
+        if number == new:
+            yield from _form_problems(name, schema)
     fitting: Fitting = set()
     for part in manifest.parts:
         if part.table not in manifest.tables:
             yield f"a part belongs to unknown table {part.table!r}"
             continue
-        yield from _part_problems(part, manifest.tables[part.table], fitting)
+        schema = manifest.tables[part.table]
+        yield from _part_problems(part, schema, form_of[id(schema)], fitting)
     yield from _overlaps(manifest.parts)
     yield from _gaps(manifest)
     yield from _array_problems(manifest)
@@ -94,22 +101,40 @@ def entry_problems(manifest: Manifest, entry: ChainEntry) -> Iterator[str]:
         yield f"has {rows} rows in {size} bytes, its chain entry has {entry.rows} in {entry.bytes}"
 
 
+Form = tuple[object, ...]
+"""What decides which arrays a table has: the same for tables that differ in name, size and scale alone."""
+
+
+def _form_of(schema: TableSchema) -> Form:
+    encoding = Lattice if isinstance(schema.encoding, Lattice) else schema.encoding
+    return encoding, schema.dtype, schema.shift, *schema.slots.items()
+
+
 def _schema_problems(table: str, schema: TableSchema) -> Iterator[str]:
-    """What would make decoding undefined, and sizes that cannot be."""
+    """Sizes that cannot be."""
     if schema.num_rows * schema.dim > MAX_ELEMENTS:
         yield f"table {table!r} has shape ({schema.num_rows}, {schema.dim})"
     if schema.keys == "hashed" and schema.num_rows:
         yield f"table {table!r} has hashed keys and {schema.num_rows} rows"
-    encodings = [(schema.encoding, schema.dtype), *((slot.encoding, slot.dtype) for slot in schema.slots.values())]
-    for encoding, dtype in encodings:
-        if isinstance(encoding, Lattice) and not MIN_SCALE <= encoding.scale * 0.5**schema.shift <= MAX_SCALE:
-            yield f"table {table!r} has scale {encoding.scale} and shift {schema.shift}"
-        if isinstance(encoding, FloatBits) and encoding.mantissa_bits not in _MANTISSA_BITS[dtype]:
-            yield f"table {table!r} has float_bits with {encoding.mantissa_bits} mantissa bits of {dtype}"
+    yield from _scale_problems(table, schema.encoding, schema.shift)
+
+
+def _form_problems(table: str, schema: TableSchema) -> Iterator[str]:
+    """What would make decoding undefined, of every table of this form."""
     for name, slot in schema.slots.items():
         check_name(name)
         if isinstance(slot.encoding, Affine):
             yield f"slot {name!r} of table {table!r} is affine"
+        yield from _scale_problems(table, slot.encoding, schema.shift)
+    encodings = [(schema.encoding, schema.dtype), *((slot.encoding, slot.dtype) for slot in schema.slots.values())]
+    for encoding, dtype in encodings:
+        if isinstance(encoding, FloatBits) and encoding.mantissa_bits not in _MANTISSA_BITS[dtype]:
+            yield f"table {table!r} has float_bits with {encoding.mantissa_bits} mantissa bits of {dtype}"
+
+
+def _scale_problems(table: str, encoding: Encoding, shift: int) -> Iterator[str]:
+    if isinstance(encoding, Lattice) and not MIN_SCALE <= encoding.scale * 0.5**shift <= MAX_SCALE:
+        yield f"table {table!r} has scale {encoding.scale} and shift {shift}"
 
 
 def _overlaps(parts: tuple[PartEntry, ...]) -> Iterator[str]:
@@ -171,11 +196,11 @@ def _expected_arrays(schema: TableSchema, operation: str, width: int) -> dict[st
 
 
 Fitting = set[tuple[int, int, str, int]]
-"""Arrays of a group that are those of a row list, by identity of the group and the schema, operation and width. Tables
-that are alike share both: then they are compared once."""
+"""Arrays of a group that are those of a row list: identity of the group, number of the table's form, operation and
+width. They are compared once, however many tables are alike."""
 
 
-def _part_problems(part: PartEntry, schema: TableSchema, fitting: Fitting) -> Iterator[str]:
+def _part_problems(part: PartEntry, schema: TableSchema, form: int, fitting: Fitting) -> Iterator[str]:
     start, stop = part.columns
     if not start < stop <= schema.dim:
         yield f"part {part} has columns {part.columns} of {schema.dim}"
@@ -185,24 +210,19 @@ def _part_problems(part: PartEntry, schema: TableSchema, fitting: Fitting) -> It
         yield f"part {part} has rows {part.rows} of {schema.num_rows}"
     for operation in OPERATIONS:
         row_list: RowListEntry | None = getattr(part, operation)
-        if row_list is not None:
-            for problem in _list_problems(part, operation, row_list, schema, fitting):
-                yield f"part {part} {operation}{problem}"
+        if row_list is None:
+            continue
+        fit = id(row_list.group), form, operation, stop - start
+        if fit not in fitting:
+            problems = [*_misfits(row_list.group, schema, operation, stop - start)]
+            yield from (f"part {part} {operation}{problem}" for problem in problems)
+            if not problems:
+                fitting.add(fit)
+        for problem in _list_problems(part, row_list, schema) if "rows" in row_list.group else ():
+            yield f"part {part} {operation}{problem}"
 
 
-def _list_problems(
-    part: PartEntry, operation: str, row_list: RowListEntry, schema: TableSchema, fitting: Fitting
-) -> Iterator[str]:
-    if "rows" not in row_list.group:
-        yield " has no rows"
-        return
-    columns = part.columns[1] - part.columns[0]
-    key = (id(row_list.group), id(schema), operation, columns)
-    if key not in fitting:
-        problems = [*_misfits(row_list.group, schema, operation, columns)]
-        yield from problems
-        if not problems:
-            fitting.add(key)
+def _list_problems(part: PartEntry, row_list: RowListEntry, schema: TableSchema) -> Iterator[str]:
     chunks = row_list.chunks
     if len(row_list.first) != chunks or len(row_list.last) != chunks:
         yield f" has {len(row_list.first)} and {len(row_list.last)} chunk ranges for {chunks} chunks"
@@ -227,14 +247,16 @@ def _misfits(group: Mapping[str, ArrayEntry], schema: TableSchema, operation: st
 def _array_problems(manifest: Manifest) -> Iterator[str]:
     """Arrays that are no dense pack or have chunks too large to decode; groups that hold lists of two operations."""
     operations: dict[str, str] = {}
-    for part in manifest.parts:
-        for operation in OPERATIONS:
-            row_list: RowListEntry | None = getattr(part, operation)
-            if row_list is not None:
-                own = row_list.group
-                weights = next((own[name].path for name in ("codes", "values", "rows") if name in own), "")
-                if operations.setdefault(weights, operation) != operation:
-                    yield f"array {weights} holds {operation} and {operations[weights]} rows"
+    groups = {
+        (id(row_list.group), operation): row_list.group
+        for part in manifest.parts
+        for operation in OPERATIONS
+        if (row_list := getattr(part, operation)) is not None
+    }
+    for (_, operation), own in groups.items():
+        weights = next((own[name].path for name in ("codes", "values", "rows") if name in own), "")
+        if operations.setdefault(weights, operation) != operation:
+            yield f"array {weights} holds {operation} and {operations[weights]} rows"
     for array in manifest.arrays:
         yield from _size_problems(array, CHUNK_BYTES if array.path in operations else MAX_CHUNK_BYTES)
     for array in manifest.dense_arrays:
