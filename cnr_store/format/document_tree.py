@@ -43,6 +43,13 @@ class TensorLeaf:
     kind: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedTree:
+    """What `encode` has returned of a tree, for whoever would encode it again."""
+
+    document: Any
+
+
 Default = Callable[[Any], TensorLeaf | None]
 """Converts a leaf that is no plain data to an array; None if it cannot."""
 
@@ -56,7 +63,8 @@ def encode(
     """Return ``value`` as builtins that JSON holds; `decode` gives an equal tree with equal types. No I/O.
 
     Takes dict (any keys, order kept), list, tuple, None, bool, int, float, str, bytes, numpy arrays and scalars, and
-    leaves that ``default`` converts. An OrderedDict is decoded as a dict, an array in C order.
+    leaves that ``default`` converts. An OrderedDict is decoded as a dict, an array in C order. Of an `EncodedTree` it
+    returns the document.
 
     Raises
     ------
@@ -68,6 +76,8 @@ def encode(
     >>> encode({"shape": (2, 3), "step": 3})
     {'shape': {'$tuple': [2, 3]}, 'step': 3}
     """
+    if isinstance(value, EncodedTree):
+        return value.document
     return _Encoder(default, max_bytes, max_depth).encode(value, "$", 0)
 
 
@@ -132,6 +142,18 @@ class _Encoder:
             )
         return {"$tensor": {**self._array(leaf.array, path), "kind": leaf.kind}}
 
+    def _is_own_form(self, value: Any) -> bool:
+        """Whether `encode` returns a leaf as it is, which is counted then: so it is of most, and takes no path."""
+        kind, size = type(value), _NODE_BYTES
+        if kind is str and value.isascii():
+            size += len(value)
+        elif not (value is None or kind is bool or (kind is int and -_MAX_JSON_INT <= value <= _MAX_JSON_INT)):
+            return False
+        if self._bytes + size > self._max_bytes:
+            return False
+        self._bytes += size
+        return True
+
     def _int(self, value: int, path: str) -> Any:
         if abs(value) <= _MAX_JSON_INT:
             return value
@@ -141,20 +163,30 @@ class _Encoder:
 
     def _str(self, value: str, path: str) -> str:
         try:
-            self._count(len(value.encode()), path)
+            self._count(len(value) if value.isascii() else len(value.encode()), path)
         except UnicodeEncodeError as error:
             raise BadInput(f"{path} is not valid Unicode", path=path) from error
         return value
 
     def _items(self, values: list[Any] | tuple[Any, ...], path: str, depth: int) -> list[Any]:
-        return [self.encode(value, f"{path}[{index}]", depth + 1) for index, value in enumerate(values)]
+        is_deep = depth >= self._max_depth
+        return [
+            value if not is_deep and self._is_own_form(value) else self.encode(value, f"{path}[{index}]", depth + 1)
+            for index, value in enumerate(values)
+        ]
 
     def _dict(self, value: dict[Any, Any], path: str, depth: int) -> dict[str, Any]:
         keys = list(value)
         is_plain = all(type(key) is str and not key.startswith("$") for key in keys)
         # Canonical JSON sorts keys, so only a dict with sorted keys can be a JSON object.
         if is_plain and keys == sorted(keys):
-            return {self._str(key, path): self.encode(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
+            is_deep = depth >= self._max_depth
+            return {
+                self._str(key, path): (
+                    item if not is_deep and self._is_own_form(item) else self.encode(item, f"{path}.{key}", depth + 1)
+                )
+                for key, item in value.items()
+            }
         pairs = []
         for key, item in value.items():
             where = f"{path}[{key!r:.80}]"

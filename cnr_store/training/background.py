@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from cnr_store.errors import BackgroundSaveFailed, CommitStateUnknown, Fenced, RankLost
+from cnr_store.format.document_tree import EncodedTree
 from cnr_store.runtime.notebook import ShownReport
 from cnr_store.runtime.threads import background_cpu_s
 from cnr_store.segment.shards import Shard
@@ -133,7 +134,7 @@ class LiveRead:
 class SaveJob:
     """Everything that one save needs, as of one instant; the transaction has the dense tensors and documents already.
 
-    ``fixed`` are the documents that no training step changes: the background has time to encode them.
+    ``fixed`` encodes the documents that no training step changes, by name: the background has time for it.
     ``shards`` are those that this rank writes; ``taken``, ``row_ids`` (of the whole table), ``whole`` and the staging
     go by their names, too. ``declares``: whether tables, of any rank, are stored anew. ``read``: what was read of them
     before.
@@ -146,7 +147,7 @@ class SaveJob:
     row_ids: Mapping[str, RowIds]
     whole: Mapping[str, WholeShard]
     drops: tuple[str, ...]
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Callable[[], EncodedTree]] = field(default_factory=dict)
     declares: bool = False
     read: LiveRead | None = None
     stall_s: float = 0.0
@@ -190,8 +191,8 @@ def run_save(job: SaveJob) -> None:
     started, cpu_s = time.perf_counter(), background_cpu_s()
     transaction = job.transaction
     with transaction:
-        for name, document in job.fixed.items():
-            transaction.put_document(name, document)
+        for name, encoded in job.fixed.items():
+            transaction.put_document(name, encoded())
         if job.read is None:
             declare(transaction, job.whole.values() if job.declares else None, job.drops)
         for one in job.whole.values():

@@ -287,7 +287,8 @@ class CheckpointManager:
         survivor
             On ranks that outlived a lost one: what `survivor` returned. These ranks keep their rows and state; ranks
             without one read their rows from the head, and get a copy of all else from the first rank that survived.
-            Only for the head, with the same shards.
+            Where this manager's model is another one than that which survived, its state is copied into it. Only for
+            the head, with the same shards.
 
         Returns
         -------

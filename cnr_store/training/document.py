@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from cnr_store.errors import CorruptStore, NewerFormat
-from cnr_store.format.document_tree import encode
+from cnr_store.format.document_tree import EncodedTree, encode
 from cnr_store.format.documents import canonical_json
 from cnr_store.training.reader import Stateful, capture_rng
 from cnr_store.training.shards import LocalShard, Slots
@@ -327,6 +327,24 @@ def documents_of(
             "rate": msgspec.to_builtins(rate),
         },
     }
+
+
+class KeptDocument:
+    """A document of plain data that hardly ever changes: encoded again when it has.
+
+    It is compared by ``==``, so it must hold neither floats nor booleans, which are equal to other numbers.
+    """
+
+    def __init__(self) -> None:
+        self._given: Any = None
+        self._encoded = EncodedTree(None)
+
+    def encoded(self, document: Mapping[str, Any]) -> EncodedTree:
+        """Return it as `Transaction.put_document` takes it; raises as `document_tree.encode`."""
+        if document != self._given:
+            self._encoded = EncodedTree(encode(document))
+            self._given = document
+        return self._encoded
 
 
 def rng_documents(rank: int) -> dict[str, Any]:

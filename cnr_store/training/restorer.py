@@ -175,10 +175,11 @@ class Restorer:
         def plan() -> None:
             if survivor is not None:
                 survivor.check_newest(self.store, take_over.version)
+                survivor.check_shards(training)
             planned.append(self._plan(take_over.version, request))
 
         together(training.control, plan)
-        shared = share_live_state(training, planned[0], recovery)
+        shared = share_live_state(training, planned[0], recovery, survivor)
         restored = self._put_in_place(
             self.saver.open_writer(take_over), planned[0] if shared is None else shared.planned, request,
             shared, recovery.step,
@@ -214,6 +215,9 @@ class Restorer:
             if survivor is None:
                 finish_tables(filled, read.targets, training.optimizers, request.slots_rule)
                 fill_new_rows(planned.plan, request.resize)
+            elif survivor.is_renewed(training):
+                restore_targets(planned.plan, training.optimizers)  # makes the state of optimizers that have none yet
+                survivor.move_rows(training)
             if survivor is None or shared is not None:
                 self._apply_state(planned, read)
             if survivor is None and training.reader is not None and read.reader_state is not None:

@@ -7,21 +7,23 @@ the batches of all ranks, so the ranks exchange its marks, once per save: its ow
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from cnr_store.errors import BackgroundSaveFailed
+from cnr_store.format.document_tree import EncodedTree
 from cnr_store.format.layout import is_rank_tensor
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.ranks import together
 from cnr_store.segment.codes import array_specs
 from cnr_store.training.background import WEIGHT, LiveRead, SaveJob, WholeShard, failure_message
 from cnr_store.training.communication_state import capture_communication
-from cnr_store.training.document import TRAINER, rng_documents, trainer_documents
+from cnr_store.training.document import TRAINER, KeptDocument, rng_documents, trainer_documents
 from cnr_store.training.live_training import LiveTraining
 from cnr_store.training.reader import reader_name
 from cnr_store.training.save_plan import ChainState, SavePlan
@@ -58,6 +60,7 @@ class SaveStager:
     saves_rng: bool
     residual_bits: int | None = None
     buffers: StagingBuffers = field(default_factory=StagingBuffers)
+    _trainer: KeptDocument = field(default_factory=KeptDocument)
 
     def begin_reading(self, transaction: Transaction, writer: Writer, plan: SavePlan) -> LiveRead | None:
         """Return what can be read while the training continues; None if the save writes no table whole.
@@ -108,7 +111,7 @@ class SaveStager:
             unread = {read.whole[name].key.table for name in read.unread}
             whole -= {one.key.table for one in read.whole.values()} - unread
         taken: dict[str, Taken] = {}
-        fixed: dict[str, Any] = {}
+        fixed: dict[str, Callable[[], EncodedTree]] = {}
         staged = None
 
         def share() -> dict[str, str]:
@@ -165,7 +168,9 @@ class SaveStager:
             requests[name] = RowRequest(local, {WEIGHT: own.shard.weight, **plan.local.slots[name]}, on_device)
         return rows, requests
 
-    def _put_state(self, transaction: Transaction, writer: Writer, plan: SavePlan) -> dict[str, Any]:
+    def _put_state(
+        self, transaction: Transaction, writer: Writer, plan: SavePlan
+    ) -> Mapping[str, Callable[[], EncodedTree]]:
         """Hand over what is no row of a table: rank 0 for all, but for generators, readers and communication.
 
         Returns the documents, by name, that no training step changes.
@@ -185,7 +190,7 @@ class SaveStager:
             documents |= rng_documents(rank)
         if reader is not None:
             documents[reader_name(rank)] = reader
-        fixed = {TRAINER: documents.pop(TRAINER)} if TRAINER in documents else {}
+        fixed = {TRAINER: partial(self._trainer.encoded, documents.pop(TRAINER))} if TRAINER in documents else {}
         transaction.put_dense(*communication.own)
         for name, document in documents.items():
             transaction.put_document(name, document, leaf_of)

@@ -58,6 +58,9 @@ class Survivor:
         By name of the shard: rows that changed since then.
     whole_next
         Tables that the next save must write whole.
+    training
+        What it trained, a `LiveTraining`, which no user is meant to hold. A library that shards tables may need new
+        models for new process groups; they get its state.
     """
 
     step: int
@@ -66,6 +69,39 @@ class Survivor:
     mirrors: HeldMirrors
     marks: Mapping[str, Taken]
     whole_next: frozenset[str]
+    training: Any
+
+    def is_renewed(self, training: LiveTraining) -> bool:
+        """Whether it goes on with another model."""
+        return bool(training.model is not self.training.model)
+
+    def check_shards(self, training: LiveTraining) -> None:
+        """Return if this rank has the shards that it had.
+
+        Raises
+        ------
+        BadInput
+        """
+        had, has = (
+            {name: own.rectangle for name, own in one.holdings.by_name.items()} for one in (self.training, training)
+        )
+        if had != has:
+            name = min(name for name in had.keys() | has.keys() if had.get(name) != has.get(name))
+            raise BadInput(
+                f"this rank survived with {had.get(name, 'nothing')} of {name!r} and has {has.get(name, 'nothing')} of "
+                "it now; build the model with the plan that it had, or restore without survivor= on all ranks",
+                table=name, expected=had.get(name), found=has.get(name),
+            )  # fmt: skip
+
+    @torch.no_grad()
+    def move_rows(self, training: LiveTraining) -> None:
+        """Copy this rank's rows and row state to the shards of a new model; no I/O."""
+        for name, own in training.holdings.by_name.items():
+            known, new = self.training.holdings.by_name[name].shard, own.shard
+            new.weight.copy_(known.weight)
+            slots = live_slots(known)
+            for slot, tensor in live_slots(new).items():
+                tensor.copy_(slots[slot])
 
     def check_newest(self, store: Store, version: int) -> None:
         """Return if the state of ``version`` is the one that this rank knows. Blocks: a GET for each record since.
@@ -104,7 +140,7 @@ def survivor_of(saver: Saver) -> Survivor:
     return Survivor(
         position.step, given, None if writer is None else writer.head,
         {} if writer is None or not writer.is_synced else writer.mirrors.held(), marks,
-        frozenset(saver.chain.whole_next),
+        frozenset(saver.chain.whole_next), saver.training,
     )  # fmt: skip
 
 
@@ -171,8 +207,12 @@ class _Sent(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
 
 
-def share_live_state(training: LiveTraining, planned: Planned, recovery: Recovery) -> SharedState | None:
+def share_live_state(
+    training: LiveTraining, planned: Planned, recovery: Recovery, survivor: Survivor | None
+) -> SharedState | None:
     """Send what every rank has a copy of to all ranks; returned on those that take it. Blocks; all ranks call it.
+
+    ``survivor``: this rank's.
 
     Raises
     ------
@@ -181,23 +221,24 @@ def share_live_state(training: LiveTraining, planned: Planned, recovery: Recover
     Unsupported
         A replicated table has a sparse slot.
     """
-    is_source = training.ranks.rank == recovery.source
+    is_source = survivor is not None and training.ranks.rank == recovery.source
+    source: LiveTraining | None = survivor.training if survivor is not None and is_source else None
     tensors: list[torch.Tensor] = []
 
     def describe() -> dict[str, Any] | None:
-        if not is_source:
+        if source is None:
             return None
-        state = training.plan.state_plan()
-        other = other_state(state, training.optimizers)
+        state = source.plan.state_plan()
+        other = other_state(state, source.optimizers)
         named: dict[tuple[str, str | None], torch.Tensor] = {
             (name, None): tensor for name, tensor in (state.dense | other.dense).items()
         }
-        named |= _live_copies(training)
+        named |= _live_copies(source)
         tensors.extend(named.values())
         documents = {
-            "optimizers": optimizer_documents(state, training.optimizers, other),
+            "optimizers": optimizer_documents(state, source.optimizers, other),
             "fused": fused_documents(state.shards.values()),
-            "extras": {name: extra.state_dict() for name, extra in training.extras.items()},
+            "extras": {name: extra.state_dict() for name, extra in source.extras.items()},
         }
         return {
             "documents": document_tree.encode(documents, leaf_of),
@@ -209,7 +250,7 @@ def share_live_state(training: LiveTraining, planned: Planned, recovery: Recover
 
     told = together(training.control, describe)[recovery.source]
     sent = msgspec.convert(told["tensors"], list[_Sent])
-    if not is_source:
+    if source is None:
         tensors = [torch.empty(one.shape, dtype=getattr(torch, one.dtype)) for one in sent]
     for tensor in tensors:
         if tensor.numel():
@@ -217,7 +258,7 @@ def share_live_state(training: LiveTraining, planned: Planned, recovery: Recover
     shared: list[SharedState] = []
 
     def plan() -> None:
-        if not is_source:
+        if source is None or source.model is not training.model:
             documents = document_tree.decode(told["documents"], tensor_of)
             shared.append(_planned_anew(training, planned, documents, dict(zip(sent, tensors, strict=True))))
 

@@ -8,7 +8,7 @@ not contiguous is copied by torch, tensor by tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from operator import attrgetter, methodcaller
@@ -111,6 +111,9 @@ def _layout(names: list[str], lengths: list[int], tensors: Sequence[torch.Tensor
     )
 
 
+_Place = tuple[str, torch.dtype, int, tuple[int, ...], int]
+
+
 @dataclass(slots=True, eq=False)
 class SmallCopies:
     """The small ones among the requests of a gather, of any number of tables: copied by `copy`.
@@ -139,8 +142,7 @@ class SmallCopies:
     _flat: torch.Tensor | None = None
     _typed: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
     _arrays: dict[torch.dtype, npt.NDArray[Any]] = field(default_factory=dict)
-    _first: dict[str, int] = field(default_factory=dict)
-    _stop: dict[str, int] = field(default_factory=dict)
+    _places: dict[str, list[_Place]] = field(default_factory=dict)
 
     def copy(self, requests: Mapping[str, RowRequest], memory: torch.Tensor) -> None:
         """Copy the rows as they are now into ``memory``, uint8 (end,) of the host. Blocks until it is done.
@@ -191,18 +193,18 @@ class SmallCopies:
             self._typed[dtype] = self._flat[: self.end // dtype.itemsize * dtype.itemsize].view(dtype)
         return self._typed[dtype]
 
-    def _places_of(self, table: str) -> Iterator[tuple[str, torch.dtype, int, tuple[int, ...], int]]:
+    def _places_of(self, table: str) -> list[_Place]:
         """Of each copy of a table: name, dtype, rows, shape of a row, and the element that it begins at."""
-        layout = self.layout
-        if not self._first:
-            owners, numbers = layout.owners[self._chosen], np.arange(len(self._tables))
-            self._first.update(zip(self._tables, np.searchsorted(owners, numbers).tolist(), strict=True))
-            self._stop.update(zip(self._tables, np.searchsorted(owners, numbers, "right").tolist(), strict=True))
-        for number in range(self._first[table], self._stop[table]):
-            at, count, begin = int(self._chosen[number]), int(self._parts[number, 1]), int(self._parts[number, 4])
-            tensor = int(layout.plain[at])
-            dtype = layout.kinds[0][tensor]
-            yield layout.names[tensor], dtype, count, layout.shapes[at], begin // dtype.itemsize
+        if not self._places:
+            layout, plain = self.layout, self.layout.plain[self._chosen].tolist()
+            for at, tensor, owner, count, begin in zip(
+                self._chosen.tolist(), plain, layout.owners[self._chosen].tolist(), self._parts[:, 1].tolist(),
+                self._parts[:, 4].tolist(), strict=True,
+            ):  # fmt: skip
+                dtype = layout.kinds[0][tensor]
+                place = layout.names[tensor], dtype, count, layout.shapes[at], begin // dtype.itemsize
+                self._places.setdefault(self._tables[owner], []).append(place)
+        return self._places[table]
 
 
 def small_copies(

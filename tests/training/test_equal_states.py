@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cnr_store.format.document_tree import encode
 from cnr_store.format.documents import canonical_json
-from cnr_store.training.document import equal_states
+from cnr_store.training.document import KeptDocument, equal_states
 from cnr_store.training.tensors import leaf_of
 
 NUMBERS = st.sampled_from([0, 1, 2, 2**60, 0.0, -0.0, 1.0, float("nan"), float("inf"), True, False, None, "1"])
@@ -43,3 +43,15 @@ def test_parameters_share_a_state_if_they_are_stored_alike(states: list[dict[str
     }
     assert [of_name.get(index) for index in range(len(states))] == stored
     assert len(found) == len({one for one in stored if one is not None})
+
+
+PLAIN = st.dictionaries(st.sampled_from("abc"), st.lists(st.sampled_from([1, 2, "1"]), max_size=3), max_size=3)
+
+
+@given(documents=st.lists(PLAIN, max_size=6))
+def test_a_kept_document_is_encoded_as_it_is_now(documents: list[dict[str, Any]]) -> None:
+    kept = KeptDocument()
+
+    found = [encode(kept.encoded(document)) for document in documents]
+
+    assert found == [encode(document) for document in documents]

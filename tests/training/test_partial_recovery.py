@@ -170,8 +170,9 @@ class Copied(nn.Module):
         return found
 
 
-def test_survivors_that_missed_a_step_take_copies_of_one_that_did_it(tmp_path: Path) -> None:
-    """Also of tables, optimizer state and step counters."""
+@pytest.mark.parametrize("is_anew", [False, True])
+def test_survivors_that_missed_a_step_take_copies_of_one_that_did_it(is_anew: bool, tmp_path: Path) -> None:
+    """Also of tables, optimizer state and step counters; also into models that are built anew."""
     first, second, models = thread_ranks(3), thread_ranks(3), [Copied() for _ in range(3)]
 
     def run(number: int) -> tuple[RestoredState | None, dict[str, torch.Tensor]]:
@@ -199,6 +200,10 @@ def test_survivors_that_missed_a_step_take_copies_of_one_that_did_it(tmp_path: P
                 train(item)
                 before.step()
             survivor = before.survivor()
+            if is_anew:
+                model = Copied()
+                nn.init.zeros_(model.items.weight)
+                optimizer = torch.optim.Adagrad(model.parameters(), lr=0.7)
         else:
             before.close()
             for tensor in model.parameters():
@@ -211,6 +216,7 @@ def test_survivors_that_missed_a_step_take_copies_of_one_that_did_it(tmp_path: P
         state = dict(model.named_parameters())
         for name, parameter in model.named_parameters():
             state |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
+        assert optimizer.param_groups[0]["lr"] == 0.1
         return restored, state
 
     with ThreadPoolExecutor(3) as pool:
@@ -272,6 +278,51 @@ def test_a_lookup_without_its_step_does_not_keep_a_survivor_from_its_marks(tmp_p
     assert (report.kind, report.step, report.rows) == ("delta", 2, 2)
     with Store.open(training.url) as store:
         assert np.array_equal(store.snapshot().table("weight").read(), live.numpy())
+
+
+def test_a_model_that_is_built_anew_gets_a_survivors_rows(tmp_path: Path) -> None:
+    """Its own rows, that no other rank has; the next save has those that changed since the last one."""
+    training = Alone(tmp_path)
+    manager = training.manager()
+    training.train(1)
+    manager.step()
+    manager.save()
+    training.train(2, 3)
+    manager.step()
+    live = training.model.weight.detach().clone()
+    survivor = manager.survivor()
+
+    anew = Alone(tmp_path)
+    nn.init.zeros_(anew.model.weight)
+    after = anew.manager()
+    after.restore(survivor=survivor)
+    report = after.save()
+
+    assert report is not None
+    assert (report.kind, report.rows) == ("delta", 2)
+    assert torch.equal(anew.model.weight, live)
+    anew.train(4)
+    after.step()
+    after.save()
+    after.close()
+    with Store.open(anew.url) as store:
+        assert np.array_equal(store.snapshot().table("weight").read(), anew.model.weight.detach().numpy())
+
+
+def test_a_survivor_with_other_shards_is_refused(tmp_path: Path) -> None:
+    training = Alone(tmp_path)
+    manager = training.manager()
+    training.train(1)
+    manager.step()
+    manager.save()
+    survivor = manager.survivor()
+
+    other = Alone(tmp_path)
+    other.model = nn.ModuleDict({"renamed": other.model})  # type: ignore[assignment]
+    after = other.manager()
+    with pytest.raises(BadInput, match=r"survived with .* build the model with the plan that it had"):
+        after.restore(survivor=survivor)
+    after.close()
 
 
 def test_a_survivor_does_not_go_on_after_a_save_that_it_does_not_know(tmp_path: Path) -> None:

@@ -108,10 +108,10 @@ def on_two_ranks(name: str, folder: Path, rank: int) -> None:
     manager.close()
 
 
-def join(rank: int, world: int, folder: Path) -> None:
+def join(rank: int, world: int, folder: Path, *, meeting: str = "meeting") -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % 2), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE="2")
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder / f'meeting-{world}'}", rank=rank, world_size=world,
+        "gloo", init_method=f"file://{folder / f'{meeting}-{world}'}", rank=rank, world_size=world,
         timeout=dt.timedelta(seconds=60),
     )  # fmt: skip
 

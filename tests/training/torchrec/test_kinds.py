@@ -32,7 +32,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Launcher]:
-    with closing(Launcher("tests.support.warm_training", "tests.training.torchrec.kinds_worker")) as started:
+    modules = ("tests.support.warm_training", "tests.training.torchrec.survivors")
+    with closing(Launcher(*modules)) as started:
         yield started
 
 
@@ -78,6 +79,20 @@ REFUSALS = (
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_cannot_be_saved_is_refused(name: str, refusals: list[dict[str, str]]) -> None:
     check(name, refusals)
+
+
+@pytest.mark.parametrize(("kind", "lost"), [("fp16", 0), ("table_row_wise", 3)])
+def test_survivors_of_a_killed_rank_keep_their_rows(kind: str, lost: int, workers: Launcher, tmp_path: Path) -> None:
+    code = "import sys, tests.training.torchrec.survivors as survivors; survivors.main(int(sys.argv[1]), {})"
+    calls = [f"{str(tmp_path)!r}, {kind!r}, {lost}, {is_new}" for is_new in (False, True)]
+    ranks = [Program(["-c", code.format(calls[0]), str(rank)]) for rank in range(4)]
+    ranks.append(Program(["-c", code.format(calls[1]), str(lost)]))
+
+    ended = workers.run(*ranks, folder=tmp_path, timeout_s=240)
+
+    expected = [-9 if rank == lost else 0 for rank in range(4)] + [0]
+    assert [one.returncode for one in ended] == expected, "\n".join(one.stdout + one.stderr for one in ended)
+    assert (tmp_path / "recovered").exists()
 
 
 def test_every_kind_and_refusal_is_run(trainings: list[dict[str, str]], refusals: list[dict[str, str]]) -> None:
