@@ -29,11 +29,9 @@ from tests.serving.soak.report import (
     NAMES,
     ONLINE,
     TRAINER,
-    CopyReport,
     LoggedVersion,
     ServeOptions,
     ServeReport,
-    Spread,
 )
 from tests.serving.soak.run import plan_kills, run_soak
 from tests.serving.soak.witness import GARBLED, MAX_STEP, read_steps, witness_row
@@ -48,12 +46,12 @@ def checked(report: ServeReport) -> ServeReport:
     assert report.problems == ()
     assert sum(one.kills for one in report.processes) == report.options.kills
     assert all(one.starts == one.kills + 1 and not one.crashes for one in report.processes)
-    assert report.lookups > 0
-    assert report.torn == report.different_rows == report.lost == 0
+    assert report.figures["lookups"] > 0
+    assert [report.figures[name] for name in ("torn", "different_rows", "lost")] == [0, 0, 0]
     assert {one.name for one in report.copies} == {*INFERENCE, ONLINE}
     with Store.open(report.options.store) as store:
         assert store.latest_version() == report.last_version
-        assert store.head().record.step == report.steps
+        assert store.head().record.step == report.figures["steps"]
     return report
 
 
@@ -63,9 +61,8 @@ def test_a_short_demonstration_with_kills_tears_and_loses_nothing(tmp_path: Path
 
     report = checked(run_soak(ServeOptions(store=str(tmp_path / "store"), seconds=4, kills=3, rows=5_000, seed=3)))
 
-    assert report.versions >= 2
-    assert report.publish_to_served_s.count > 0
-    assert report.learned_rows > 0
+    assert report.figures["versions"] >= 2
+    assert report.figures["learned_rows"] > 0
     assert children() == before
 
 
@@ -73,10 +70,8 @@ def test_a_short_demonstration_with_kills_tears_and_loses_nothing(tmp_path: Path
 def test_a_minute_in_which_every_process_is_killed_more_than_once(tmp_path: Path) -> None:
     report = checked(run_soak(ServeOptions(store=str(tmp_path / "store"), seconds=60, kills=12)))
 
-    assert report.compactions > 3
-    assert report.deleted_bytes > 0
-    assert report.resumes > 0
-    assert report.compared_rows > 0
+    assert report.figures["compactions"] > 3
+    assert min(report.figures[name] for name in ("deleted_bytes", "resumes", "compared_rows")) > 0
 
 
 def children() -> set[int]:
@@ -234,42 +229,13 @@ def test_a_process_ends_when_its_starter_is_killed(tmp_path: Path) -> None:
 
 
 LOG = (
-    LoggedVersion(2, "baseline", 0, 1_000),
-    LoggedVersion(3, "delta", 10, 2_000),
-    LoggedVersion(4, "compact", 10, 2_500),
-    LoggedVersion(5, "delta", 20, 3_000),
-    LoggedVersion(6, "delta", 30, 4_000),
+    LoggedVersion(2, "baseline", 0),
+    LoggedVersion(3, "delta", 10),
+    LoggedVersion(4, "compact", 10),
+    LoggedVersion(5, "delta", 20),
+    LoggedVersion(6, "delta", 30),
 )
 SAVED = [one for one in LOG if one.is_saved]
-
-
-def seen(life: int, version: int, at_ms: float) -> Event:
-    return Event(life, "seen", {"version": version, "at_ms": at_ms})
-
-
-def test_publish_to_served_counts_each_save_once_and_none_from_before() -> None:
-    events_given = [
-        Event(0, "ready", {"version": 2}), seen(0, 2, 1_900), seen(0, 3, 2_200), seen(0, 4, 2_600), seen(0, 6, 4_100),
-        Event(1, "ready", {"version": 5}), seen(1, 5, 9_000), seen(1, 6, 9_500),
-    ]  # fmt: skip
-
-    found = figures.publish_to_served(SAVED, events_given)
-
-    assert found == pytest.approx([0.2, 1.1, 0.1, 5.5])
-
-
-def test_a_first_lookup_that_is_reported_before_ready_begins_the_life() -> None:
-    events_given = [seen(0, 3, 2_200), Event(0, "ready", {"version": 3}), seen(0, 5, 3_300)]
-
-    assert figures.publish_to_served(SAVED, events_given) == pytest.approx([0.3])
-
-
-def test_staleness_is_the_age_of_the_oldest_save_that_is_not_served() -> None:
-    moments = ((3, 2_900), (3, 4_500), (4, 3_100), (6, 9_000))
-
-    found = [figures.staleness(SAVED, version, at_ms) for version, at_ms in moments]
-
-    assert found == pytest.approx([0.0, 1.5, 0.1, 0.0])
 
 
 def saved(version: int, step: int, life: int = 0) -> Event:
@@ -290,18 +256,11 @@ def test_an_acknowledged_save_that_is_not_in_the_log_is_lost(events_given: list[
     assert figures.lost_saves(SAVED, events_given) == lost
 
 
-def test_a_spread_without_values_is_not_zero() -> None:
-    assert math.isnan(figures.spread_of([]).p50)
-    assert figures.spread_of(range(101)) == Spread(101, 50.0, 99.0)
-
-
 def good_events() -> dict[str, list[Event]]:
     """The events of processes without a problem."""
-    tick = {"lookups": 10, "retries": 1, "version": 3, "at_ms": 3_250}
-    applied = {"version": 3, "seconds": 0.01, "at_ms": 2_100}
     served = [
-        Event(0, "ready", {"version": 2}), seen(0, 3, 2_100), Event(0, "tick", tick), Event(0, "applied", applied),
-        Event(0, "compared", {"rows": 9, "different": 0}),
+        Event(0, "ready", {"version": 2}), Event(0, "tick", {"lookups": 10, "version": 3}),
+        Event(0, "applied", {"version": 3}), Event(0, "compared", {"rows": 9, "different": 0}),
         Event(0, "finished", {"version": 6, "rows": 40, "different": 0}),
     ]  # fmt: skip
     return {
@@ -316,7 +275,7 @@ def good_events() -> dict[str, list[Event]]:
     }  # fmt: skip
 
 
-def report_of(events: dict[str, list[Event]], crashed: str | None = None, since_ms: float = 0.0) -> ServeReport:
+def report_of(events: dict[str, list[Event]], crashed: str | None = None) -> ServeReport:
     """The report of given events, as the soak would make it."""
     processes = {name: WorkerProcess(name, {}) for name in NAMES}
     for name, process in processes.items():
@@ -324,22 +283,14 @@ def report_of(events: dict[str, list[Event]], crashed: str | None = None, since_
         process.starts, process.kills = 2, 1
     if crashed is not None:
         processes[crashed].crashes.append("code 1")
-    return figures.make_report(ServeOptions(kills=5), LOG, processes, seconds=60.0, since_ms=since_ms, last_version=6)
+    return figures.make_report(ServeOptions(kills=5), LOG, processes, last_version=6)
 
 
 def test_events_without_a_problem_give_none() -> None:
     report = report_of(good_events())
 
     assert report.problems == ()
-    assert (report.versions, report.compactions, report.steps, report.lookups) == (4, 1, 30, 20)
-    assert report.publish_to_served_s.count == 2
-
-
-def test_times_cover_the_run_and_counts_cover_everything() -> None:
-    report = report_of(good_events(), since_ms=2_200)
-
-    assert report.publish_to_served_s.count == report.apply_s.count == 0
-    assert (report.staleness_s.count, report.lookups) == (2, 20)
+    assert [report.figures[name] for name in ("versions", "compactions", "steps", "lookups")] == [4, 1, 30, 20]
 
 
 def test_counts_of_a_life_that_was_killed_are_kept() -> None:
@@ -366,7 +317,7 @@ def test_each_problem_is_reported() -> None:
     torn = Event(0, "torn", {"version": 5, "found": "shows steps [1, 2]"})
     broken("shows steps [1, 2]")[INFERENCE[0]].append(torn)
     broken("shows steps [1, 2]")[INFERENCE[0]].append(Event(0, "torn", {"version": 5, "found": "shows steps [1, 2]"}))
-    broken("an older version than before")[INFERENCE[0]].append(Event(0, "went_back", {"version": 2, "at_ms": 0}))
+    broken("an older version than before")[INFERENCE[0]].append(Event(0, "went_back", {"version": 2}))
     change(broken("rows differ from their version's snapshot"), INFERENCE[0], "compared", different=1)
     change(broken("3 of 40 rows differ from the last snapshot"), ONLINE, "finished", different=3)
     change(broken("reached version 5 of 6"), INFERENCE[0], "finished", version=5)
@@ -381,22 +332,10 @@ def test_each_problem_is_reported() -> None:
     assert "trainer ended by itself: code 1" in report_of(good_events(), crashed=TRAINER).problems
 
 
-# ---- the printed report
-
-
-def test_the_report_shows_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    report = replace(
-        report_of(good_events()), versions=60, steps=1_800, compactions=9, deleted_bytes=1 << 20, lookups=123_456,
-        retries=17, learned_rows=250_000, publish_to_served_s=Spread(110, 0.31, 0.62), apply_s=Spread(88, 0.012, 0.04),
-        staleness_s=figures.spread_of([]), copies=(CopyReport(ONLINE, 99, 100_096, 2),),
-        problems=("something is [odd]",),
-    )  # fmt: skip
+def test_the_printed_report_has_figures_and_problems(capsys: pytest.CaptureFixture[str]) -> None:
+    report = replace(report_of(good_events()), problems=("something is [odd]",))
 
     emit({}, report_parts(report), as_json=False)
 
     text = capsys.readouterr().out
-    for words in (
-        "123,456, 0, 17", "torn", "p50 310.0 ms, p99 620.0 ms (110)", "p50 12.0 ms", "60, 1,800 steps",
-        "9, 1.00 MiB deleted", "250,000 rows", "100096", "something is [odd]", "trainer",
-    ):  # fmt: skip
-        assert words in text, words
+    assert all(words in text for words in ("lookups", "20", "something is [odd]", "trainer", "online training"))

@@ -7,42 +7,23 @@ import sys
 from collections.abc import Iterator
 
 from cnr_store_tools.output import Part, emit, table
-from cnr_store_tools.text import duration_text, size_text
-from tests.serving.soak.report import ServeOptions, ServeReport, Spread
+from tests.serving.soak.report import ServeOptions, ServeReport
 from tests.serving.soak.run import run_soak
 
 
 def report_parts(report: ServeReport) -> Iterator[Part]:
     """Yield the figures and the result."""
-    figures = {
-        "versions saved": f"{report.versions}, {report.steps:,} steps",
-        "acknowledged saves, lost": f"{report.acknowledged}, {report.lost}",
-        "compactions": f"{report.compactions}, {size_text(report.deleted_bytes)} deleted",
-        "lookups, torn, repeated": f"{report.lookups:,}, {report.torn}, {report.retries:,}",
-        "publish to served": spread_text(report.publish_to_served_s),
-        "staleness": spread_text(report.staleness_s),
-        "apply": spread_text(report.apply_s),
-        "rows compared, different": f"{report.compared_rows:,}, {report.different_rows}",
-        "polls that failed": report.failed_polls,
-        "change stream": f"{report.learned_rows:,} rows, {report.warm_starts} starts from a snapshot, "
-        f"{report.resumes} from its cursor",
-    }
     options = report.options
     yield table("processes", report.processes, ("name", "starts", "kills", "crashes"))
     title = f"{options.rows:,} rows, {options.seconds:.0f} s together, seed {options.seed}"
-    yield table(title, [{"figure": name, "value": value} for name, value in figures.items()], ("figure", "value"))
+    yield table(
+        title, [{"figure": name, "value": value} for name, value in report.figures.items()], ("figure", "value")
+    )
     yield table("copies against the last snapshot", report.copies, ("name", "version", "rows", "different_rows"))
     yield from (f"problem: {problem}" for problem in report.problems)
     if not report.problems:
         yield "nothing torn, nothing lost, every copy equal bit for bit, and every process made progress"
     yield f"the store is kept at {options.store}: cnr log {options.store}, cnr show {options.store}"
-
-
-def spread_text(spread: Spread) -> str:
-    """Return the median, the 99th percentile and the number of values as text."""
-    if not spread.count:
-        return "-"
-    return f"p50 {duration_text(spread.p50)}, p99 {duration_text(spread.p99)} ({spread.count:,})"
 
 
 def main() -> int:

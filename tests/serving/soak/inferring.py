@@ -46,8 +46,8 @@ class LookupThread:
             ids = {table: self._ids(count) for table, count in self._rows.items()}
             batch = self._find(ids)
             if batch.version != self._version:
-                event = "seen" if batch.version > self._version else "went_back"
-                self._channel.report(event, version=batch.version, at_ms=time.time() * 1000)
+                if batch.version < self._version:
+                    self._channel.report("went_back", version=batch.version)
                 self._version = batch.version
             torn = describe_tear(batch, ids, self._rows)
             if torn is not None:
@@ -98,7 +98,7 @@ def play(task: Mapping[str, Any], channel: Channel) -> None:
         channel.report("ready", version=loader.version)
         compared_s = time.monotonic()
         while (last := channel.order(TICK_S)) is None:
-            _report_tick(loader, attached, workers, channel)
+            _report_tick(loader, workers, channel)
             if time.monotonic() - compared_s > COMPARE_EVERY_S:
                 _compare_last(store, workers[0], channel)
                 compared_s = time.monotonic()
@@ -108,26 +108,20 @@ def play(task: Mapping[str, Any], channel: Channel) -> None:
         ends.set()
         for thread in threads:
             thread.join()
-        _report_tick(loader, attached, workers, channel)
+        _report_tick(loader, workers, channel)
         _compare_all(store, loader, channel)
 
 
-def _report_tick(
-    loader: Loader, attached: AttachedTables | None, workers: Sequence[LookupThread], channel: Channel
-) -> None:
-    """Report the served version, and the counts of this life."""
-    retries = loader.metrics().retries + (0 if attached is None else attached.retries)
-    lookups = sum(worker.lookups for worker in workers)
-    channel.report("tick", lookups=lookups, retries=retries, version=loader.version, at_ms=time.time() * 1000)
+def _report_tick(loader: Loader, workers: Sequence[LookupThread], channel: Channel) -> None:
+    """Report the served version, and the lookups of this life."""
+    channel.report("tick", lookups=sum(worker.lookups for worker in workers), version=loader.version)
 
 
 def _follow(loader: Loader, channel: Channel, ends: threading.Event, interval_s: float) -> None:
     while True:
         poll = loader.poll()
         if poll.is_updated:
-            channel.report("applied", version=poll.version, seconds=poll.apply_s, at_ms=time.time() * 1000)
-        if poll.error is not None:
-            channel.report("poll_failed", message=str(poll.error))
+            channel.report("applied", version=poll.version)
         if ends.wait(interval_s):
             return
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from cnr_store_tools.demo.processes import Event, WorkerProcess
 from tests.serving.soak.maintaining import POLICY
@@ -39,21 +35,11 @@ class LoggedVersion:
     version: int
     kind: str
     step: int
-    time_ms: int
 
     @property
     def is_saved(self) -> bool:
         """Whether the trainer saved it."""
         return self.kind in ("baseline", "delta")
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Median and 99th percentile of ``count`` values; NaN if there are none."""
-
-    count: int
-    p50: float
-    p99: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +68,9 @@ class ServeReport:
 
     Attributes
     ----------
-    versions, steps, compactions, deleted_bytes
-        Counts of the log, and bytes that garbage collection deleted.
-    acknowledged, lost
-        Saves that were acknowledged to the trainer, and how many of these the log or a restore did not have.
-    lookups, torn, retries
-        Lookups, lookups whose rows had another version than reported, and lookups that were repeated.
-    publish_to_served_s
-        Seconds from the time in a commit record to the first lookup of that version or a newer one.
-    staleness_s
-        Sampled: age in seconds of the oldest save that was not served yet; 0 if there was none.
-    apply_s
-        Seconds that the loader took to fetch and apply a version.
-    compared_rows, different_rows
-        Rows of lookups that were compared bit for bit with the snapshot of their version.
-    learned_rows, warm_starts, resumes
-        Rows of the change stream; starts of the online training from a snapshot, and from its own copy and cursor.
+    figures
+        Counts by name: ``lost`` are acknowledged saves that the log or a restore did not have, ``torn`` lookups whose
+        rows had another version than reported, ``resumes`` starts of the online training from its copy and cursor.
     copies
         Each consumer's whole copy at the end.
     problems
@@ -105,27 +78,9 @@ class ServeReport:
     """
 
     options: ServeOptions
-    seconds: float
     last_version: int
+    figures: Mapping[str, int]
     processes: tuple[ProcessReport, ...]
-    versions: int
-    steps: int
-    compactions: int
-    deleted_bytes: int
-    acknowledged: int
-    lost: int
-    lookups: int
-    torn: int
-    retries: int
-    failed_polls: int
-    publish_to_served_s: Spread
-    staleness_s: Spread
-    apply_s: Spread
-    compared_rows: int
-    different_rows: int
-    learned_rows: int
-    warm_starts: int
-    resumes: int
     copies: tuple[CopyReport, ...]
     problems: tuple[str, ...]
 
@@ -134,19 +89,12 @@ def make_report(
     options: ServeOptions,
     log: Sequence[LoggedVersion],
     processes: Mapping[str, WorkerProcess],
-    *,
-    seconds: float = 0.0,
-    since_ms: float = 0.0,
     last_version: int = -1,
 ) -> ServeReport:
-    """Return all figures and problems; times cover only events since ``since_ms``."""
+    """Return all figures and problems."""
     served = [processes[name] for name in INFERENCE]
     saved = [one for one in log if one.is_saved]
-    timed = [one for one in saved if one.time_ms >= since_ms]
-    ticks, applied, compared = (
-        [facts for process in served for facts in process.facts_of(event)] for event in ("tick", "applied", "compared")
-    )
-    maintained, opened = processes[MAINTENANCE].facts_of("maintained"), processes[ONLINE].facts_of("opened")
+    compared = [facts for process in served for facts in process.facts_of("compared")]
     copies = tuple(
         CopyReport(name, facts["version"], facts["rows"], facts["different"])
         for name in (*INFERENCE, ONLINE)
@@ -156,79 +104,26 @@ def make_report(
         "versions": len(saved),
         "steps": max((one.step for one in saved), default=0),
         "compactions": sum(one.kind == "compact" for one in log),
-        "deleted_bytes": sum(facts["deleted_bytes"] for facts in maintained),
-        "acknowledged": len(processes[TRAINER].facts_of("saved")),
+        "deleted_bytes": sum(facts["deleted_bytes"] for facts in processes[MAINTENANCE].facts_of("maintained")),
         "lost": lost_saves(saved, processes[TRAINER].events),
         "lookups": sum(counted(process, "lookups") for process in served),
         "torn": sum(len(process.facts_of("torn")) for process in served),
-        "retries": sum(counted(process, "retries") for process in served),
-        "failed_polls": sum(len(process.facts_of("poll_failed")) for process in served),
         "compared_rows": sum(facts["rows"] for facts in compared),
         "different_rows": sum(facts["different"] for facts in compared),
         "learned_rows": sum(facts["rows"] for facts in processes[ONLINE].facts_of("moved")),
-        "warm_starts": sum(facts["how"] == "snapshot" for facts in opened),
-        "resumes": sum(facts["how"] == "cursor" for facts in opened),
+        "resumes": sum(facts["how"] == "cursor" for facts in processes[ONLINE].facts_of("opened")),
     }
     return ServeReport(
-        options=options, seconds=seconds, last_version=last_version,
-        processes=tuple(
-            ProcessReport(process.name, process.starts, process.kills, tuple(process.crashes))
-            for process in processes.values()
-        ),
-        publish_to_served_s=spread_of(
-            value for process in served for value in publish_to_served(timed, process.events)
-        ),
-        staleness_s=spread_of(
-            staleness(saved, facts["version"], facts["at_ms"]) for facts in ticks if facts["at_ms"] >= since_ms
-        ),
-        apply_s=spread_of(facts["seconds"] for facts in applied if facts["at_ms"] >= since_ms),
-        copies=copies, problems=tuple(find_problems(options, figures, processes, copies, last_version)), **figures,
+        options, last_version, figures,
+        tuple(ProcessReport(one.name, one.starts, one.kills, tuple(one.crashes)) for one in processes.values()),
+        copies, tuple(find_problems(options, figures, processes, copies, last_version)),
     )  # fmt: skip
-
-
-def spread_of(values: Iterable[float]) -> Spread:
-    """Return the median and the 99th percentile.
-
-    >>> spread_of([1.0, 2.0, 3.0]).p50
-    2.0
-    """
-    given = np.fromiter(values, np.float64)
-    if not len(given):
-        return Spread(0, math.nan, math.nan)
-    p50, p99 = np.quantile(given, [0.5, 0.99])
-    return Spread(len(given), float(p50), float(p99))
 
 
 def counted(process: WorkerProcess, count: str) -> int:
     """Return the sum of a count over all lives; the last tick of a life has its total."""
     last = {event.life: event.facts[count] for event in process.events if event.name == "tick"}
     return sum(last.values())
-
-
-def publish_to_served(saved: Sequence[LoggedVersion], events: Iterable[Event]) -> list[float]:
-    """Return, for each save published in a life, the seconds until a lookup saw it or a newer one.
-
-    Saves from before the start of a life are not counted, because they would measure the start.
-    """
-    versions = [one.version for one in saved]
-    found: list[float] = []
-    served: dict[int, int] = {}
-    for event in events:
-        if event.name not in ("ready", "seen"):
-            continue
-        version = event.facts["version"]
-        before = served.get(event.life)
-        if event.name == "seen" and before is not None:
-            new = saved[bisect_right(versions, before) : bisect_right(versions, version)]
-            found += [(event.facts["at_ms"] - one.time_ms) / 1000 for one in new]
-        served[event.life] = version if before is None else max(before, version)
-    return found
-
-
-def staleness(saved: Sequence[LoggedVersion], version: int, at_ms: float) -> float:
-    """Return the age in seconds of the oldest save after ``version``; 0 if there is none."""
-    place = bisect_right(saved, version, key=lambda one: one.version)
-    return max(0.0, (at_ms - saved[place].time_ms) / 1000) if place < len(saved) else 0.0
 
 
 def lost_saves(saved: Sequence[LoggedVersion], events: Iterable[Event]) -> int:

@@ -30,7 +30,7 @@ FINISH_S = 180.0
 """Timeouts in seconds, generous for a busy machine."""
 
 POLL_INTERVAL_S = 0.5
-"""The default of the loader; publish-to-served includes it."""
+"""The default of the loader."""
 
 TICK_S = 0.1
 REPORT_EVERY_S = 5.0
@@ -106,17 +106,13 @@ class _Soak:
     def run(self) -> ServeReport:
         try:
             self._start_all()
-            started, started_ms = time.monotonic(), time.time() * 1000
-            self._run_and_kill(started)
+            self._run_and_kill()
             last_version = self._finish()
         finally:
             for process in self._processes.values():
                 process.stop()
         self._read_log()
-        seconds = time.monotonic() - started
-        return make_report(
-            self._options, self._log, self._processes, seconds=seconds, since_ms=started_ms, last_version=last_version
-        )
+        return make_report(self._options, self._log, self._processes, last_version)
 
     def _start_all(self) -> None:
         """Start all processes, the trainer first, because the others need a version."""
@@ -130,10 +126,10 @@ class _Soak:
             # The first delta on a machine compiles code for seconds.
             self._processes[name].wait_for("applied", READY_S)
 
-    def _run_and_kill(self, started: float) -> None:
-        options, report_at_s = self._options, 0.0
+    def _run_and_kill(self) -> None:
+        options, report_at_s, started = self._options, 0.0, time.monotonic()
         kills = plan_kills(kills=options.kills, seconds=options.seconds, seed=options.seed)
-        while (elapsed_s := time.monotonic() - started) < options.seconds:
+        while (elapsed_s := time.monotonic() - started) < options.seconds or kills:
             while kills and kills[0][0] <= elapsed_s:
                 process = self._processes[kills.pop(0)[1]]
                 if process.kill():
@@ -142,11 +138,9 @@ class _Soak:
             self._restart_ended()
             if elapsed_s >= report_at_s:
                 self._read_log()
-                report = make_report(options, self._log, self._processes)
-                self._print_line(
-                    f"{elapsed_s:.0f} of {options.seconds:.0f} s: {report.versions} versions, {report.compactions} "
-                    f"compactions, {report.lookups:,} lookups, {report.torn} torn"
-                )
+                found = make_report(options, self._log, self._processes).figures
+                shown = ", ".join(f"{found[name]:,} {name}" for name in ("versions", "compactions", "lookups", "torn"))
+                self._print_line(f"{elapsed_s:.0f} of {options.seconds:.0f} s: {shown}")
                 report_at_s = elapsed_s + REPORT_EVERY_S
             time.sleep(TICK_S)
 
@@ -184,7 +178,7 @@ class _Soak:
         while (entry := self._store.poll(self._entry)) is not None:
             self._entry = entry
             record = entry.record
-            self._log.append(LoggedVersion(record.v, record.kind, record.step, record.ts_ms))
+            self._log.append(LoggedVersion(record.v, record.kind, record.step))
 
 
 def _task(options: ServeOptions, name: str, folder: str) -> Mapping[str, Any]:
