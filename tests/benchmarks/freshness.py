@@ -248,10 +248,11 @@ class Serving:
         redis_url: str | None,
         *,
         watches: bool = False,
+        threads: int | None = None,
     ) -> None:
         # Codes take half the memory, of which there is one copy for each loader here.
         self._loaders = [
-            Loader(url, options=LoaderOptions(kept_as="codes"), threads=1, storage_options=storage_options)
+            Loader(url, options=LoaderOptions(kept_as="codes"), threads=threads, storage_options=storage_options)
             for _ in range(count)
         ]
         self._stack = ExitStack()
@@ -297,6 +298,6 @@ class Serving:
 
 def serve(told: Told, near: str, loaders: int, is_told: bool) -> None:
     """A process of loaders behind the relay: serve until an order names the last version, tell what was seen."""
-    with Serving(near, loaders, None, None, watches=is_told) as serving:
+    with Serving(near, loaders, None, None, watches=is_told, threads=1) as serving:
         told.tell(ready=True)
         told.tell(seen=serving.until(told.order()["until"]))

@@ -30,6 +30,17 @@ def test_waiting_saves_follow_each_other(backend: Backend) -> None:
     assert_stored(store, training)
 
 
+def test_a_store_announces_the_saves_of_a_training(backend: Backend) -> None:
+    store, training, manager = begun(backend, every_steps=1, when_busy="wait")
+    told: list[int] = []
+    store.announce_to(told.append)
+    go_on(training, manager, 0, 4)
+    manager.close()
+
+    saved = [report.version for report in manager.history]
+    assert [version for version in told if version in saved] == saved
+
+
 def test_a_skipped_save_leaves_its_rows_to_the_next(backend: Backend) -> None:
     store, training, manager = begun(backend, every_steps=1, when_busy="skip")
     training.train(0)
