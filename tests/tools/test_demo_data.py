@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_config import demo_config
 
 from cnr_store.errors import BadInput
 from cnr_store_tools.demo.batches import TimeOrderedBatches
@@ -43,16 +42,6 @@ def test_traffic_is_decided_by_its_seed() -> None:
     for name in ("ids", "dense", "labels"):
         np.testing.assert_array_equal(getattr(first, name), getattr(again, name))
         assert not np.array_equal(getattr(first, name), getattr(other, name))
-
-
-def test_traffic_ids_stay_inside_their_tables() -> None:
-    log = generate_clicks(SMALL)
-
-    assert log.ids.dtype == np.int64
-    assert log.dense.dtype == log.labels.dtype == np.float32
-    assert (log.ids >= 0).all()
-    assert (log.ids < np.array(log.table_rows)).all()
-    assert set(np.unique(log.labels)) == {0.0, 1.0}
 
 
 def test_traffic_popularity_follows_the_zipf_law_between_two_drifts() -> None:
@@ -106,15 +95,6 @@ def test_teacher_logits_equal_a_naive_sum_over_pairs() -> None:
         expected += sum(vector[-1] for vector in vectors)
         expected += sum(float(vectors[one][:-1] @ vectors[two][:-1]) for one in range(3) for two in range(one))
         assert logits[sample] == pytest.approx(expected, abs=1e-5)
-
-
-def test_the_preset_generates_enough_samples_to_train_on() -> None:
-    config = demo_config()
-    assert config.traffic is not None
-
-    start = config.traffic.num_samples - round(config.traffic.num_samples * config.test_share)
-
-    assert start // config.batch_size >= config.steps
 
 
 def test_split_holds_out_the_last_samples() -> None:

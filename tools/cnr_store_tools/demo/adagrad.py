@@ -7,8 +7,6 @@ from typing import Any, overload
 
 import torch
 
-from cnr_store.errors import BadDtype, BadInput
-
 
 class RowWiseAdagrad(torch.optim.Optimizer):
     """Adagrad with state ``{"momentum1": float32 (num_rows,)}`` per table, allocated before the first step.
@@ -22,31 +20,17 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         Tables, float32 (num_rows, dim), whose gradients are sparse (``nn.Embedding(..., sparse=True)``).
     lr, eps
         As in the formula, not negative.
-
-    Raises
-    ------
-    BadDtype
-        A parameter is not a float32 matrix.
-    BadInput
-        In ``step``: a gradient is dense, which would change every row.
     """
 
     def __init__(
         self, params: Iterable[torch.Tensor] | Iterable[dict[str, Any]], lr: float = 0.05, eps: float = 1e-8
     ) -> None:
-        if lr < 0 or eps < 0:
-            raise BadInput(f"lr and eps must not be negative: found lr {lr}, eps {eps}")
         super().__init__(params, {"lr": lr, "eps": eps})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add tables and allocate their accumulators, zero."""
         super().add_param_group(param_group)
         for table in self.param_groups[-1]["params"]:
-            if table.dtype != torch.float32 or table.dim() != 2:
-                raise BadDtype(
-                    f"row-wise Adagrad takes float32 tables (num_rows, dim): found {table.dtype} {tuple(table.shape)}",
-                    expected="float32", found=str(table.dtype),
-                )  # fmt: skip
             self.state[table]["momentum1"] = torch.zeros(table.shape[0], dtype=torch.float32, device=table.device)
 
     @overload
@@ -69,11 +53,6 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         return loss
 
     def _update(self, table: torch.Tensor, gradient: torch.Tensor, lr: float, eps: float) -> None:
-        if not gradient.is_sparse:
-            raise BadInput(
-                f"row-wise Adagrad found a dense gradient for a table {tuple(table.shape)}; create the embedding with "
-                "sparse=True"
-            )
         gradient = gradient.coalesce()
         rows, values = gradient.indices()[0], gradient.values()
         momentum = self.state[table]["momentum1"]

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from cnr_store.errors import BadInput
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -53,8 +51,6 @@ class SmallDLRM(nn.Module):
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        if len(config.table_rows) != len(config.table_names) or not config.table_rows:
-            raise BadInput("the model needs at least one table and a name for each")
         super().__init__()
         self.config = config
         generator = torch.Generator().manual_seed(config.seed)
