@@ -12,9 +12,10 @@ SUITES ?=
 QUICK ?=
 MUTANTS ?=
 PYTHONS ?= 3.12 3.13
+GPU_PYTHON ?= python3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve-demo test test-pythons check azurite redis bench docs soak dist-check mutants clean
+.PHONY: help setup demo serve-demo test test-pythons check azurite redis bench gpu docs soak dist-check mutants clean
 
 help:
 	@echo "make demo   train, kill, restore and finish a small model; leaves a store to look at"
@@ -23,6 +24,7 @@ help:
 	@echo "make test-pythons  the same on each other Python that this machine has (PYTHONS=\"3.12 3.13\")"
 	@echo "make check  lint and types only"
 	@echo "make bench  run all benchmarks and write build/bench/report.md (SUITES=\"size cost\", QUICK=1)"
+	@echo "make gpu    tests, memory checker and benchmarks on a GPU, in 40 minutes: build/gpu/report.md (GPU_PYTHON=python of an environment with torch for CUDA)"
 	@echo "make docs   build the documentation as a site: build/site/index.html"
 	@echo "make soak   the full counts of the crash and property sweeps"
 	@echo "make dist-check  build sdist and wheel, install them in a fresh environment, run the README and mypy there"
@@ -79,6 +81,10 @@ test-pythons:
 
 bench: $(VENV)/.stamp
 	$(BIN)/python tests/benchmarks/suites.py $(if $(QUICK),--quick) $(SUITES)
+
+# In an environment of the caller's: the pinned one has a torch without CUDA.
+gpu:
+	PYTHONPATH=.:gpu:tools $(GPU_PYTHON) -m tests.gpu.run
 
 docs: $(VENV)/.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

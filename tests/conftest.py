@@ -43,6 +43,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help=help_text)
 
 
+_LOADERS = "its data loaders draw from generators of the CPU, which torch refuses on another default device"
+_PROCESSES = "it trains in processes of its own, on the CPU whatever the device"
+ON_THE_CPU = {
+    "test_reader.py": _LOADERS, "test_reader_intervals.py": _LOADERS, "test_redistribution.py": _LOADERS,
+    "test_resume_generators.py": _LOADERS, "test_attach_docs.py": _PROCESSES, "test_recipes_docs.py": _LOADERS,
+    "test_ranks.py": _PROCESSES, "test_ranks_killed.py": _PROCESSES, "test_ranks_recover.py": _PROCESSES,
+    "test_partial_recovery.py": _PROCESSES, "test_killed.py": _PROCESSES, "test_sharded.py": _PROCESSES,
+    "test_kinds.py": _PROCESSES,
+}  # fmt: skip
+"""By file: why its tests do not follow `--device`."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--device") != "cpu":
+        for item in items:
+            if item.path.name in ON_THE_CPU:
+                item.add_marker(
+                    pytest.mark.skip(reason=f"not on {config.getoption('--device')}: {ON_THE_CPU[item.path.name]}")
+                )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") != "cpu":
         import torch

@@ -27,7 +27,7 @@ class Clicks:
         torch.manual_seed(3)
         self.user, self.item = nn.Embedding(120, 8), nn.Embedding(60, 8)
         self.model = nn.ModuleDict({"user": self.user, "item": self.item})
-        generator = torch.Generator().manual_seed(4)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(4)
         self.users = torch.randint(0, 120, (800,), generator=generator)
         self.items = torch.randint(0, 60, (800,), generator=generator)
         score = (torch.randn(120, 8, generator=generator)[self.users]

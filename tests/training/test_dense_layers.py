@@ -50,7 +50,7 @@ class Run:
         return found
 
     def train(self, number: int) -> None:
-        users = torch.randint(0, 100, (16,), generator=torch.Generator().manual_seed(number))
+        users = torch.randint(0, 100, (16,), generator=torch.Generator(torch.get_default_device()).manual_seed(number))
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self.model(users).square().mean().backward()
@@ -86,7 +86,7 @@ def test_large_layers_are_tables_and_the_rest_stays_exact(tmp_path: Path) -> Non
     assert snapshot.tables["last.weight"].slots.keys() == {"exp_avg", "exp_avg_sq"}
     assert {"first.bias", "conv.weight", "small.weight"} <= snapshot.dense.keys()
     found = torch.from_numpy(snapshot.table("last.weight").read())
-    assert (found - run.model.last.weight.detach()).abs().max() <= 1e-3 * (1 + 1e-5)
+    assert (found - run.model.last.weight.detach().cpu()).abs().max() <= 1e-3 * (1 + 1e-5)
 
 
 def test_a_delta_of_a_large_layer_holds_every_row_as_a_difference(tmp_path: Path) -> None:
@@ -126,8 +126,8 @@ def test_a_layer_has_options_of_its_own(tmp_path: Path) -> None:
     run, _ = saved(tmp_path, TableOptions(bits=2), options={"last.weight": TableOptions.exact()})
 
     snapshot = Store.open(str(tmp_path / "store")).snapshot()
-    assert torch.equal(torch.from_numpy(snapshot.table("last.weight").read()), run.model.last.weight)
-    assert not torch.equal(torch.from_numpy(snapshot.table("first.weight").read()), run.model.first.weight)
+    assert torch.equal(torch.from_numpy(snapshot.table("last.weight").read()), run.model.last.weight.cpu())
+    assert not torch.equal(torch.from_numpy(snapshot.table("first.weight").read()), run.model.first.weight.cpu())
 
 
 def test_without_the_option_every_dense_tensor_is_exact(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_without_the_option_every_dense_tensor_is_exact(tmp_path: Path) -> None:
 
     snapshot = Store.open(str(tmp_path / "store")).snapshot()
     assert snapshot.tables.keys() == {"user.weight"}
-    assert torch.equal(torch.from_numpy(snapshot.read_dense("last.weight")), run.model.last.weight)
+    assert torch.equal(torch.from_numpy(snapshot.read_dense("last.weight")), run.model.last.weight.cpu())
 
 
 def test_a_manager_without_the_option_refuses_it_and_names_the_layers(tmp_path: Path) -> None:

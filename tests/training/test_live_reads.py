@@ -80,10 +80,10 @@ def values_of(training: Training) -> dict[str, np.ndarray[Any, Any]]:
     found = {}
     for name in TABLES:
         weight = dict(training.model.named_parameters())[name]
-        found[name] = weight.detach().numpy().copy()
+        found[name] = weight.detach().cpu().numpy().copy()
         for slot, value in training.optimizers[0].state.get(weight, {}).items():
             if isinstance(value, torch.Tensor) and value.ndim:
-                found[f"{name}/{slot}"] = value.numpy().copy()
+                found[f"{name}/{slot}"] = value.cpu().numpy().copy()
     return found
 
 
@@ -182,7 +182,7 @@ def hammered(url: str, write: Callable[[CheckpointManager, torch.Tensor, torch.T
     while not manager.history:
         rows = np.unique(random.integers(0, ROWS, 200))
         step = manager.current_step + 1
-        write(manager, weight, torch.from_numpy(rows), step)
+        write(manager, weight, torch.from_numpy(rows).to(weight.device), step)
         written[rows] = step
         last_written[step] = written.copy()
         manager.step()

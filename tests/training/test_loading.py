@@ -295,7 +295,7 @@ def test_each_rank_loads_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
             part.weight.zero_()
             loaded = load(store, nn.ModuleDict({f"t{rank.rank}": part}), ranks=rank)
         assert (loaded.step, sorted(loaded.tables)) == (2, ["t0.weight", "t1.weight"])
-        return part.weight.detach().numpy()
+        return part.weight.detach().cpu().numpy()
 
     with ThreadPoolExecutor(2) as pool:
         held = list(pool.map(one, thread_ranks(2, timeout_s=60)))

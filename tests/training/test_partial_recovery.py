@@ -230,7 +230,9 @@ def test_survivors_that_missed_a_step_take_copies_of_one_that_did_it(is_anew: bo
         assert torch.equal(behind[name], tensor), name
         assert torch.equal(lost[name], tensor), name
     with Store.open(str(tmp_path / "store")) as store:
-        assert np.array_equal(store.snapshot().table("items.weight").read(), last["items.weight"].detach().numpy())
+        assert np.array_equal(
+            store.snapshot().table("items.weight").read(), last["items.weight"].detach().cpu().numpy()
+        )
 
 
 class Alone:
@@ -277,7 +279,7 @@ def test_a_lookup_without_its_step_does_not_keep_a_survivor_from_its_marks(tmp_p
     assert report is not None
     assert (report.kind, report.step, report.rows) == ("delta", 2, 2)
     with Store.open(training.url) as store:
-        assert np.array_equal(store.snapshot().table("weight").read(), live.numpy())
+        assert np.array_equal(store.snapshot().table("weight").read(), live.cpu().numpy())
 
 
 def test_a_model_that_is_built_anew_gets_a_survivors_rows(tmp_path: Path) -> None:
@@ -306,7 +308,7 @@ def test_a_model_that_is_built_anew_gets_a_survivors_rows(tmp_path: Path) -> Non
     after.save()
     after.close()
     with Store.open(anew.url) as store:
-        assert np.array_equal(store.snapshot().table("weight").read(), anew.model.weight.detach().numpy())
+        assert np.array_equal(store.snapshot().table("weight").read(), anew.model.weight.detach().cpu().numpy())
 
 
 def test_a_survivor_with_other_shards_is_refused(tmp_path: Path) -> None:

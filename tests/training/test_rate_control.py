@@ -43,7 +43,7 @@ class Life:
         self.restored = self.manager.restore()
 
     def train(self, number: int) -> None:
-        generator = torch.Generator().manual_seed(number)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(number)
         rows = torch.randint(0, ROWS, (40,), generator=generator)
         target = torch.randn(40, DIM, generator=generator)
         self.optimizer.zero_grad()
@@ -135,8 +135,8 @@ def test_a_refined_table_is_as_exact_as_its_new_scale_where_it_was_trained(url: 
     snapshot = Store.open(url).snapshot()
     stored = snapshot.table("weight").read()
 
-    moved = (life.model.weight != before).any(dim=1).numpy()
-    live = life.model.weight.detach().numpy()
+    moved = (life.model.weight != before).any(dim=1).cpu().numpy()
+    live = life.model.weight.detach().cpu().numpy()
     fine = step_of(snapshot)
     assert fine < coarse
     assert moved.any()
@@ -203,10 +203,10 @@ def test_a_one_shot_delta_on_a_baseline_alone_refines(url: str) -> None:
     again = Life(url, policy="one_shot")
     live = again.model.weight.detach().clone()
     again.train(3)
-    moved = (again.model.weight != live).any(dim=1).numpy()
+    moved = (again.model.weight != live).any(dim=1).cpu().numpy()
     again.save()
     snapshot = Store.open(url).snapshot()
-    error = np.abs(snapshot.table("weight").read() - again.model.weight.detach().numpy())
+    error = np.abs(snapshot.table("weight").read() - again.model.weight.detach().cpu().numpy())
     assert error[moved].max() <= step_of(snapshot) / 2 * (1 + 1e-6)
     assert not error[~moved].any()
     again.manager.close()
@@ -337,7 +337,7 @@ def test_a_full_chooses_the_scale_anew_when_rows_have_grown(url: str) -> None:
     assert "grown" in change.reason
     assert Store.open(url).snapshot().tables["weight"].generation == 2
     assert life.save().scales == {}
-    error = np.abs(Store.open(url).snapshot().table("weight").read() - life.model.weight.detach().numpy())
+    error = np.abs(Store.open(url).snapshot().table("weight").read() - life.model.weight.detach().cpu().numpy())
     assert error.max() <= change.after / 2 * (1 + 1e-6)
     life.manager.close()
 

@@ -126,7 +126,7 @@ class Trainee:
         noise = random.random() + np.random.rand()  # noqa: NPY002
         (nn.functional.dropout(self.table(rows), 0.5) * noise).square().sum().backward()
         self.optimizer.step()
-        self.trace.append((rows.tolist(), noise, self.table.weight.detach().clone().numpy().tobytes()))
+        self.trace.append((rows.tolist(), noise, self.table.weight.detach().clone().cpu().numpy().tobytes()))
 
     def epoch(self) -> Iterator[CarriedBatch[Any]]:
         """What is left of it, as it comes from the reader."""

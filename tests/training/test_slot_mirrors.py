@@ -28,7 +28,7 @@ def trained(optimizer: str, steps: int) -> tuple[nn.EmbeddingBag, torch.optim.Op
 
 
 def train(model: nn.EmbeddingBag, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    random = torch.Generator().manual_seed(steps)
+    random = torch.Generator(torch.get_default_device()).manual_seed(steps)
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.randint(0, ROWS, (16, 4), generator=random)).square().mean().backward()
