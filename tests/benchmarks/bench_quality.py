@@ -3,8 +3,7 @@
 ``python tests/benchmarks/bench_quality.py``: small models are trained in time order, saved through `CheckpointManager`
 20 times or more, restored L times in place, evenly over the training, and judged on later samples against the run of
 the same seed that nobody interrupted. Sections: ``generated`` clicks with known truth, ``real`` sets from
-``../shared/data``. ``--data FILE`` adds a file of yours: RecBole ``.inter``; ``.csv`` or ``.parquet`` with named
-columns and ``--label COLUMN``; or Criteo's CSV.
+``../shared/data``.
 
 Bytes are those of a delta's rows (ids, codes, scales, slots), mean over the run; slots are float_bits 7 everywhere.
 A loss is relative; "trained" is the model at the end of the training, "served" the same after one more restore, of the
@@ -169,8 +168,6 @@ def main() -> None:
     """Run the suite."""
     parser = harness.arguments(__doc__, rows=300_000, repeats=5)
     parser.add_argument("--sections", default=",".join(SECTIONS), help="which, with commas between them")
-    parser.add_argument("--data", metavar="FILE", help="a file of samples to measure on too")
-    parser.add_argument("--label", default="", help="its label column")
     parser.add_argument("--workers", type=int, default=2, help="processes that train at once")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="outcomes of runs: read, and appended to")
     options = parser.parse_args()
@@ -181,8 +178,6 @@ def main() -> None:
     sources = [Source("generated", samples=options.rows)] if "generated" in sections else []
     if "real" in sections:
         sources += real_sources(20_000)[:1] if is_quick else real_sources()
-    if options.data:
-        sources.append(Source(Path(options.data).stem, options.data, options.label))
     plans = [plan_quality(source, seeds=seeds, is_quick=is_quick) for source in sources]
     slot_sources = [Source("generated", samples=SLOT_SAMPLES), *real_sources()] if "slots" in sections else []
     slot_plans = [

@@ -1,13 +1,12 @@
 """The data sets that quality is measured on: a past to train on, the later samples that a model is judged by.
 
 Generated clicks have a known truth: the click probability of each held-out sample. The real ones are in time order:
-MovieLens-100k, Criteo's sample, Amazon Beauty, or a file of the user's. Seeds of a run change the model's initial
+MovieLens-100k, Criteo's sample or Amazon Beauty. Seeds of a run change the model's initial
 values and never the data, so the spread over seeds is that of the training alone.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,12 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from click_files import read_click_log, read_criteo, read_inter, read_parquet
-from pyarrow import csv, parquet
-from real_sets import DATA_FOLDER, read_pairs
+from real_sets import DATA_FOLDER, by_appearance, read_criteo, read_movielens, read_pairs
 from run_config import RunConfig
 
-from cnr_store.errors import BadInput
 from cnr_store_tools.demo.click_log import ClickLog, split_by_time
 from cnr_store_tools.demo.traffic import TrafficConfig, generate_clicks, plant_teacher
 
@@ -44,18 +40,12 @@ class Source:
     Attributes
     ----------
     name
-        ``generated``, ``movielens``, ``criteo``, ``beauty``, or the name of a file given by the user.
-    path
-        Folder of the real sets, or the user's file; empty for generated clicks.
-    label
-        The user's label column; empty for the file's own.
+        ``generated``, ``movielens``, ``criteo`` or ``beauty``.
     samples
         Generated clicks; of real sets the first so many in time, 0 for all.
     """
 
     name: str
-    path: str = ""
-    label: str = ""
     samples: int = 0
 
 
@@ -82,57 +72,21 @@ class Case:
 
 @lru_cache(maxsize=8)
 def load(source: Source) -> Case:
-    """Return the samples of a source; kept, because each worker asks for the same one many times.
-
-    Raises
-    ------
-    BadInput, NotFound
-        The file is not there, or cannot be read as what it should be.
-    """
+    """Return the samples of a source; kept, because each worker asks for the same one many times."""
     if source.name == "generated":
         return _generated(source)
-    if source.name in _FILES:
-        log, batch_size, dim = _READERS[source.name](Path(source.path))
-    else:
-        log, batch_size, dim = _columns_of(read_file(Path(source.path), source.label)), 0, 16
+    log, batch_size, dim = _READERS[source.name](DATA_FOLDER)
     if source.samples:
         log = log.part(0, source.samples)
     past, future = split_by_time(log, TEST_SHARE)
-    config = _config(batch_size or max(32, min(1024, len(past) // 400)), dim, table_lr=0.1)
-    return Case(source, past, future, None, config)
+    return Case(source, past, future, None, _config(batch_size, dim, table_lr=0.1))
 
 
 def real_sources(samples: int = 0) -> list[Source]:
     """Return the real sets that lie beside this checkout."""
     return [
-        Source(name, str(DATA_FOLDER), samples=samples)
-        for name, files in _FILES.items()
-        if all((DATA_FOLDER / file).is_file() for file in files)
+        Source(name, samples) for name, files in _FILES.items() if all((DATA_FOLDER / file).is_file() for file in files)
     ]
-
-
-def read_file(path: Path, label: str = "") -> ClickLog:
-    """Return a user's file, in time order.
-
-    ``.inter`` is RecBole (a header of ``name:type``, tabs; label is the column ``label``, or ``rating`` >= 4);
-    ``.parquet``, and ``.csv`` where a label is named, have named columns: integers and strings are ids, floats are
-    dense features, ``timestamp`` gives the order (else the file does), the label is a click above 0.5. A ``.csv``,
-    ``.tsv`` or ``.txt`` without a label is Criteo's: no header, label, 13 integers, 26 categories.
-
-    Raises
-    ------
-    BadInput, NotFound
-    """
-    if not label:
-        return read_click_log(path)
-    if path.suffix == ".parquet":
-        return read_parquet(path, label=label)
-    if path.suffix != ".csv":
-        raise BadInput(f"a label column is named for .csv and .parquet files, not for {path}", found=label)
-    with tempfile.TemporaryDirectory() as folder:
-        converted = Path(folder) / "samples.parquet"
-        parquet.write_table(csv.read_csv(path), converted)
-        return read_parquet(converted, label=label)
 
 
 def _generated(source: Source) -> Case:
@@ -150,7 +104,7 @@ def _generated(source: Source) -> Case:
 
 
 def _movielens(folder: Path) -> tuple[ClickLog, int, int]:
-    return read_inter(folder / _FILES["movielens"][0]), 256, 16
+    return read_movielens(folder / _FILES["movielens"][0]), 256, 16
 
 
 def _criteo(folder: Path) -> tuple[ClickLog, int, int]:
@@ -180,10 +134,7 @@ _READERS: dict[str, Callable[[Path], tuple[ClickLog, int, int]]] = {
 
 def _columns_of(log: ClickLog) -> ClickLog:
     """Return the log with its `MAX_TABLES` richest id columns, rows numbered without gaps by first appearance."""
-    numbered = []
-    for column in log.ids.T:
-        _, first, place = np.unique(column, return_index=True, return_inverse=True)
-        numbered.append((np.argsort(np.argsort(first))[place], len(first)))
+    numbered = [by_appearance(column) for column in log.ids.T]
     kept = sorted(sorted(range(len(numbered)), key=lambda index: -numbered[index][1])[:MAX_TABLES])
     return replace(
         log,

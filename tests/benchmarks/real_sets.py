@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from click_files import read_click_log
+import numpy.typing as npt
 from run_config import RunConfig
 
 from cnr_store_tools.demo.click_log import ClickLog
@@ -48,6 +48,39 @@ class RealSet:
             traffic=None, steps=save_every * intervals, batch_size=self.batch_size, save_every=save_every,
             test_share=0.0, dim=dim, seed=seed,
         )  # fmt: skip
+
+
+def read_movielens(path: Path) -> ClickLog:
+    """Return the ratings of a RecBole file in time order: one of 4 or more is a click; ids by first appearance."""
+    ratings = np.loadtxt(path, skiprows=1, dtype=np.int64, ndmin=2)
+    ratings = ratings[np.argsort(ratings[:, 3], kind="stable")]
+    columns = [by_appearance(column) for column in ratings[:, :2].T]
+    return ClickLog(
+        ids=np.stack([rows for rows, _ in columns], axis=1),
+        dense=np.empty((len(ratings), 0), np.float32),
+        labels=(ratings[:, 2] >= 4).astype(np.float32),
+        table_rows=[count for _, count in columns],
+        names=["user_id", "item_id"],
+    )
+
+
+def read_criteo(path: Path) -> ClickLog:
+    """Return lines of label, 13 integers and 26 ids, which are rows; dense features are ``log(1 + max(x, 0))``."""
+    lines = np.loadtxt(path, delimiter=",", dtype=np.int64, ndmin=2)
+    ids = np.ascontiguousarray(lines[:, 14:])
+    return ClickLog(
+        ids=ids,
+        dense=np.log1p(np.maximum(lines[:, 1:14], 0.0)).astype(np.float32),
+        labels=(lines[:, 0] > 0).astype(np.float32),
+        table_rows=(ids.max(axis=0) + 1).tolist(),
+        names=[f"c{number}" for number in range(1, ids.shape[1] + 1)],
+    )
+
+
+def by_appearance(values: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], int]:
+    """Return each value's number in the order in which values first appear, and how many there are."""
+    _, first, place = np.unique(values, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[place], len(first)
 
 
 def read_pairs(path: Path) -> ClickLog:
@@ -92,12 +125,12 @@ def without_unused_rows(log: ClickLog) -> ClickLog:
 
 
 def read_excerpt(path: Path) -> ClickLog:
-    """Return a file of clicks, with tables of the rows that occur in it."""
-    return without_unused_rows(read_click_log(path))
+    """Return Criteo's samples, with tables of the rows that occur in them."""
+    return without_unused_rows(read_criteo(path))
 
 
 SETS = (
-    RealSet("MovieLens-100k", "ml-100k.inter", 128, read_click_log),
+    RealSet("MovieLens-100k", "ml-100k.inter", 128, read_movielens),
     RealSet("Criteo, 10,000 samples", "criteo_kaggle_tiny_train.csv", 64, read_excerpt),
     RealSet("Amazon Beauty", "beauty_pairs.txt", 1024, read_pairs),
 )

@@ -6,7 +6,7 @@ from dataclasses import replace
 import bench_quality
 import numpy as np
 import pytest
-from click_cases import Source, load, read_file
+from click_cases import Source, load
 from quality_points import (
     FLOOR_MARGIN,
     Estimate,
@@ -22,7 +22,6 @@ from quality_tables import compare
 from restored_runs import Order, Setting, cross_entropy, options_of, prepared, run, schedule
 
 from cnr_store import TableOptions
-from cnr_store.errors import BadInput
 from cnr_store.training import CheckpointManager, TrackingOptions
 from cnr_store.types import Lattice
 from cnr_store_tools.demo.train import train_step
@@ -184,14 +183,3 @@ def test_the_interval_of_a_mean_is_student_s():
     unknown = estimate([math.nan, math.nan])  # the true loss of real data
     assert math.isnan(unknown.mean)
     assert unknown.half_width == 0.0
-
-
-def test_a_csv_with_named_columns_is_read(tmp_path):
-    path = tmp_path / "samples.csv"
-    path.write_text("timestamp,user,clicked,price\n3,7,1,0.5\n1,8,0,0.25\n2,7,1,1.0\n")
-    log = read_file(path, "clicked")
-    assert log.names == ["user"]
-    assert log.labels.tolist() == [0.0, 1.0, 1.0]
-    assert log.dense.ravel().tolist() == [0.25, 1.0, 0.5]
-    with pytest.raises(BadInput, match="label column"):
-        read_file(tmp_path / "samples.inter", "clicked")

@@ -20,7 +20,6 @@ from size_encodings import Measured, print_equal_quality
 from size_shares import Stretch, grown, stretches
 
 from cnr_store.maintenance.compaction import CompactionPolicy
-from cnr_store_tools.demo.click_log import ClickLog
 from cnr_store_tools.demo.traffic import generate_clicks
 
 
@@ -144,19 +143,6 @@ def test_equal_quality_compares_the_bytes_of_the_pairs_given(tmp_path: Path, int
     assert report.tables[0].rows[0][:2] == ("affine 8 greedy", stores[0].savings[0].total)
 
 
-def test_pairs_are_read_in_each_users_order(tmp_path: Path) -> None:
-    path = tmp_path / "pairs.txt"
-    path.write_text("7 1\n7 2\n7 3\n9 3\n9 1\n")
-
-    log = real_sets.read_pairs(path)
-
-    users, items = log.ids[0::2].T
-    assert items[users == 0].tolist() == [0, 1, 2]
-    assert items[users == 1].tolist() == [2, 0]
-    assert log.labels.tolist() == [1.0, 0.0] * 5
-    assert np.array_equal(log.ids[0::2, 0], log.ids[1::2, 0])
-
-
 def test_the_suite_measures_a_run_and_shares_and_writes_its_json(tmp_path: Path) -> None:
     config = replace(tiny(), save_every=5)
     run = LongRun(tmp_path / "run", 6, quick=True)
@@ -173,16 +159,6 @@ def test_the_suite_measures_a_run_and_shares_and_writes_its_json(tmp_path: Path)
     assert len(document["plots"]) == 3
     assert all(line["met"] in (True, False) for line in document["lines"] if line["goal"] is not None)
     assert any("fp32 full / delta" in line["name"] and line["goal"] == 50.0 for line in document["lines"])
-
-
-def test_rows_that_never_occur_are_left_out() -> None:
-    ids = np.asarray([[5, 0], [9, 0], [5, 3]], np.int64)
-    log = ClickLog(ids, np.zeros((3, 0), np.float32), np.zeros(3, np.float32), [10, 4], ["a", "b"])
-
-    found = real_sets.without_unused_rows(log)
-
-    assert found.ids.tolist() == [[0, 0], [1, 0], [0, 1]]
-    assert found.table_rows == [2, 2]
 
 
 def test_a_set_that_is_missing_is_left_out_aloud(tmp_path: Path) -> None:
@@ -220,12 +196,3 @@ def test_trace_touches_about_forty_percent_of_rows_per_interval() -> None:
 
     assert log.table_rows == [200_000, 100_000, 50_000, 20_000, 5_000, 1_000]
     assert shares == pytest.approx([0.395, 0.395], abs=0.015)
-
-
-def test_the_trace_generates_enough_samples_to_train_on() -> None:
-    config = trace_config()
-    assert config.traffic is not None
-
-    start = config.traffic.num_samples - round(config.traffic.num_samples * config.test_share)
-
-    assert start // config.batch_size >= config.steps

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from click_files import read_click_log
-from real_sets import DATA_FOLDER
+from real_sets import DATA_FOLDER, read_movielens
 from torch import nn
 
 BATCH = 64
@@ -125,7 +124,7 @@ def _generated(count: int, generator: torch.Generator) -> Samples:
 
 @lru_cache
 def _movielens(path: Path = ML_100K) -> tuple[Samples, Samples]:
-    log = read_click_log(path)
+    log = read_movielens(path)
     every = torch.from_numpy(log.ids), torch.from_numpy(log.dense), torch.from_numpy(log.labels)
     order = torch.randperm(len(log), generator=torch.Generator().manual_seed(7))
     train, test = order[len(log) // 5 :], order[: len(log) // 5]
