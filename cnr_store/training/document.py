@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -131,8 +132,11 @@ def rng_name(rank: int, generator: str = "") -> str:
 def equal_states(states: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
     """Return the small state of an optimizer's parameters as lists of `EqualState`; ``names`` in the groups' order."""
     found: dict[Hashable, dict[str, Any]] = {}
-    for index, name in enumerate(names):
-        if value := states.get(name):
+    own = [*map(states.get, names)]
+    if len(own) > 1 and own[0] and _are_one_step(own):
+        return [{"value": own[0], "parameters": [[0, len(own)]]}]
+    for index, value in enumerate(own):
+        if value:
             key = _counters(value)
             if key is None:
                 key = canonical_json(encode(value, leaf_of))
@@ -145,6 +149,27 @@ def equal_states(states: Mapping[str, Mapping[str, Any]], names: Sequence[str]) 
             else:
                 ranges.append([index, index + 1])
     return list(found.values())
+
+
+def _are_one_step(states: Sequence[Mapping[str, Any] | None]) -> bool:
+    """Return whether all have one entry of one name, tensors on the host of one number each, with the same bits.
+
+    So it is with the step counters of torch's optimizers where all tables are stepped: told by calls that take them
+    all. False says nothing.
+    """
+    first = states[0]
+    if first is None or len(first) != 1 or not all(state and state.keys() == first.keys() for state in states):
+        return False
+    [name] = first
+    values = [state[name] for state in states if state]
+    if {*map(type, values)} != {torch.Tensor}:
+        return False
+    kinds = {*map(attrgetter("dtype", "layout", "is_cpu", "ndim"), values)}
+    if len(kinds) > 1 or kinds != {(values[0].dtype, torch.strided, True, 0)}:
+        return False
+    with torch.no_grad():
+        bits = torch.stack(values).view(torch.uint8).view(len(values), -1)
+    return bool((bits == bits[0]).all())
 
 
 def _counters(state: Mapping[str, Any]) -> Hashable | None:

@@ -314,11 +314,15 @@ class Writer:
         state = self._state
         if state.snapshot is None:
             return False
+        tables, cuts = state.snapshot.tables, state.setup.held.cuts
+        whole = (part.columns == (0, tables[part.table].dim) for part in state.snapshot.manifests[-1].parts)
+        if not cuts and all(whole):  # nearly always
+            return False
         newest = _newest_cuts(state.snapshot)
-        for table, schema in state.snapshot.tables.items():
+        for table, schema in tables.items():
             if schema.keys != "dense" or not schema.num_rows:  # without a row there is no slot that could be cut
                 continue
-            held = state.setup.held.cuts.get(table, {(0, schema.dim)})
+            held = cuts.get(table, {(0, schema.dim)})
             if newest.get(table) == held or not any(slot.kind == "row" for slot in schema.slots.values()):
                 continue
             if held != set(state.snapshot.table(table).column_cuts):

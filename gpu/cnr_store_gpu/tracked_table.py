@@ -15,6 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -63,8 +64,6 @@ class KeptLookup:
 @dataclass(slots=True)
 class _Table:
     updates: int = 0
-    settled: int = 0  # its count at the last update
-    at_take: int = 0  # its count when the interval began
     is_followed: bool = True
     in_flight: deque[tuple[int, KeptLookup]] = field(default_factory=deque)  # (updates at that time, ids)
 
@@ -88,6 +87,8 @@ class LookupLedger:
         self.counts = torch.zeros(max(len(tables), 1), dtype=torch.int64, device="cpu")
         """Lookups ever made, by place: written by ``note_lookup``."""
         self._counts = self.counts.numpy()
+        self._settled = self._counts.copy()  # at the last update of each
+        self._at_take = self._counts.copy()  # when the interval began
         self._tables = [_Table() for _ in tables]
         self._keeps_ids, self._steps_ahead = keeps_ids, steps_ahead
         self.key = register_keeper(self) if keeps_ids else NO_LEDGER
@@ -126,7 +127,13 @@ class LookupLedger:
         table = self._tables[place]
         if self._keeps_ids and table.is_followed:
             return len(table.in_flight)
-        return int(self._counts[place]) - table.settled
+        return int(self._counts[place] - self._settled[place])
+
+    def waiting(self) -> list[int]:
+        """Return the places of the tables with a pending lookup."""
+        if self._keeps_ids:
+            return [place for place in range(len(self._tables)) if self.pending(place)]
+        return np.flatnonzero(self._counts != self._settled).tolist()
 
     def in_flight(self) -> list[KeptLookup]:
         """Return the lookups whose ids are kept, each once."""
@@ -136,28 +143,28 @@ class LookupLedger:
     def settle(self, *places: int) -> None:
         """Record that an update of each of these tables has been made."""
         with packed.LOCK:
-            for place in places:
+            at = list(places)
+            self._settled[at] = self._counts[at]
+            for place in places if self._keeps_ids else ():
                 table = self._tables[place]
                 table.updates += 1
-                table.settled = self._counts.item(place)
                 while table.in_flight and table.updates - table.in_flight[0][0] > self._steps_ahead:
                     table.in_flight.popleft()
 
     def settle_all(self) -> None:
         """Record that no update of any table is outstanding."""
         with packed.LOCK:
-            for place, table in enumerate(self._tables):
-                table.settled = int(self._counts[place])
+            self._settled[:] = self._counts
+            for table in self._tables:
                 table.in_flight.clear()
 
     def begin_interval(self) -> None:
         """Forget which tables were looked up."""
-        for place, table in enumerate(self._tables):
-            table.at_take = int(self._counts[place])
+        self._at_take[:] = self._counts
 
     def saw(self, place: int) -> bool:
         """Return whether the table was looked up in this interval."""
-        return int(self._counts[place]) != self._tables[place].at_take
+        return bool(self._counts[place] != self._at_take[place])
 
 
 @dataclass(slots=True, eq=False)
@@ -215,6 +222,14 @@ def stamp_of(weight: torch.Tensor | None) -> tuple[int, int] | None:
     return weight._version, weight.data_ptr()
 
 
+def stamps_of(weights: Sequence[torch.Tensor | None]) -> list[tuple[int, int] | None]:
+    """Return `stamp_of` each of many weights."""
+    held = [weight for weight in weights if weight is not None]
+    if len(held) < len(weights) or any(map(torch.Tensor.is_inference, held)):
+        return [*map(stamp_of, weights)]
+    return [*zip(map(attrgetter("_version"), held), map(torch.Tensor.data_ptr, held), strict=True)]
+
+
 class TrackedTables:
     """The tables and shards of a tracker, in the order of the ledger; ``aliases``: other names of tied weights."""
 
@@ -227,6 +242,15 @@ class TrackedTables:
 
     def __iter__(self) -> Iterator[TrackedTable]:
         return iter(self._tables)
+
+    def at(self, place: int) -> TrackedTable:
+        """Return the table of a place in the ledger."""
+        return self._tables[place]
+
+    def written(self) -> list[TrackedTable]:
+        """Return the tables whose weights are not as they were stamped."""
+        stamps = stamps_of([one.weight for one in self._tables])
+        return [one for one, now in zip(self._tables, stamps, strict=True) if now != one.stamp]
 
     def find(self, name: str) -> TrackedTable:
         """Return the table or shard of that name.

@@ -328,9 +328,9 @@ class RowTracker:
 
     def _waiting(self) -> dict[str, int]:
         return {
-            watched.table: waiting
-            for watched in self._tables
-            if (waiting := self._ledger.pending(watched.place)) and self._following.ends_lookups(watched)
+            watched.table: self._ledger.pending(watched.place)
+            for watched in map(self._tables.at, self._ledger.waiting())
+            if self._following.ends_lookups(watched)
         }
 
     # ---- handing rows out
@@ -357,13 +357,15 @@ class RowTracker:
         for table, sources in self._sources.items():
             for source in sources:
                 self.bitmap.of(table).mark(table, source.take())
-        for watched in self._tables:
+        for watched in self._tables.written():
             self._following.check_bypass(watched)
+        for watched in self._tables:
             # A write that left the version alone (through `.data`) must not excuse one of a later interval.
             watched.declared = False
         self._check_sample()
         for watched in self._tables:
-            self._following.add_moved(watched)
+            if watched.reach is not Movement.TOUCHED:
+                self._following.add_moved(watched)
         taken = self.bitmap.take_all()
         self._ledger.begin_interval()
         for watched in self._tables:

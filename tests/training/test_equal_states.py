@@ -28,7 +28,18 @@ def values(draw: st.DrawFn) -> Any:
     return torch.full(draw(st.sampled_from([(), (1,), (1, 1), (2,)])), number, dtype=dtype)
 
 
-@given(states=st.lists(st.dictionaries(st.sampled_from(["step", "beta", "mu"]), values(), max_size=3), max_size=8))
+STEPS = st.builds(
+    lambda step, dtype: {"step": torch.tensor(step, dtype=dtype)},
+    st.sampled_from([0.0, 0.0, 0.0, 0.0, -0.0, float("nan")]),
+    st.sampled_from([torch.float32, torch.float32, torch.float32, torch.float64]),
+)
+"""As torch's optimizers count steps: mostly the same of all parameters."""
+
+
+@given(
+    states=st.lists(st.dictionaries(st.sampled_from(["step", "beta", "mu"]), values(), max_size=3), max_size=8)
+    | st.lists(STEPS, max_size=4)
+)
 def test_parameters_share_a_state_if_they_are_stored_alike(states: list[dict[str, Any]]) -> None:
     names = [f"p{number}" for number in range(len(states))]
 
