@@ -355,20 +355,20 @@ def documents_of(
 
 
 class KeptDocument:
-    """A document of plain data that hardly ever changes: encoded again when it has.
+    """A document that hardly ever changes, of dicts with text as keys, lists, text and integers: encoded when it has.
 
-    It is compared by ``==``, so it must hold neither floats nor booleans, which are equal to other numbers.
+    It is compared as JSON text, in which the order of keys counts.
     """
 
     def __init__(self) -> None:
-        self._given: Any = None
+        self._text: bytes | None = None
         self._encoded = EncodedTree(None)
 
     def encoded(self, document: Mapping[str, Any]) -> EncodedTree:
         """Return it as `Transaction.put_document` takes it; raises as `document_tree.encode`."""
-        if document != self._given:
-            self._encoded = EncodedTree(encode(document))
-            self._given = document
+        text = msgspec.json.encode(document)
+        if text != self._text:
+            self._encoded, self._text = EncodedTree(encode(document)), text
         return self._encoded
 
 
