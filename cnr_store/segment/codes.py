@@ -243,6 +243,7 @@ class TableCodes:
         self.status: npt.NDArray[np.uint8] | None = None
         self.escapes = ExactRows()
         self._places: dict[str, tuple[Array, tuple[int, int, int, int]]] = {}
+        self._asked: tuple[TableSchema | None, ArraySpecs] = None, ArraySpecs()
 
     @classmethod
     def allocate(
@@ -289,6 +290,12 @@ class TableCodes:
         if known is None or known[0] is not held:
             known = self._places[name] = held, (address_of(held), held.itemsize, len(held), self.start)
         return known[1]
+
+    def specs_in(self, schema: TableSchema) -> ArraySpecs:
+        """Return `array_specs` of these columns in a schema: kept as long as the same object is asked for."""
+        if self._asked[0] is not schema:
+            self._asked = schema, array_specs(schema, self.columns)
+        return self._asked[1]
 
     def is_coded(self, rows: RowIds) -> npt.NDArray[np.bool_]:
         """Return which of the global ``rows`` have codes that a difference can be taken to."""

@@ -82,14 +82,29 @@ class EncodedRows(msgspec.Struct, eq=False, gc=False):
     """What one save does to a table's rows: lists by operation, and the state digest they lead to.
 
     ``specs``: the arrays of the rows. ``digest`` is None for tables without a mirror. ``run``: the ``add`` lists of
-    several tables end to end, among them the one that this has, from row ``start`` on.
+    several tables end to end, of which rows [start, stop) are all that this table has; ``own`` are the lists without.
     """
 
     specs: Mapping[str, ArraySpec]
-    lists: dict[str, EncodedList] = {}
+    own: dict[str, EncodedList] = {}
     digest: int | None = None
     run: EncodedList | None = None
     start: int = 0
+    stop: int = 0
+
+    @property
+    def lists(self) -> dict[str, EncodedList]:
+        """The lists by operation; those of a run are cut out by each call."""
+        if self.run is None:
+            return self.own
+        return {"add": self.run.between(self.start, self.stop)} if self.count else {}
+
+    @property
+    def count(self) -> int:
+        """Rows in all lists."""
+        if self.run is None:
+            return sum(len(item.row_ids) for item in self.own.values())
+        return self.stop - self.start
 
 
 def encode_touched(touched: Sequence[TouchedTable], *, absolute: bool, workers: Workers) -> list[EncodedRows]:
@@ -342,20 +357,16 @@ def _encode_run(arrays: Sequence[Differences], run: Sequence[TouchedTable]) -> l
         kept = np.flatnonzero(is_kept)
         counts = np.add.reduceat(is_kept, starts, dtype=np.int64)
         rows, coded = rows[kept], {name: array[kept] for name, array in coded.items()}
-    joined = EncodedList(rows, coded)
-    encoded: list[EncodedRows | None] = []
-    start = 0
-    for one, stop, goes_alone, changed in zip(
-        run, np.cumsum(counts).tolist(), alone.tolist(), change.tolist(), strict=True
-    ):
-        if goes_alone:
-            encoded.append(None)
-        else:
-            after = None if one.base_digest is None else digest.add_digests(one.base_digest, changed)
-            lists = {"add": joined.between(start, stop)} if stop > start else {}
-            encoded.append(EncodedRows(one.specs, lists, after, joined, start))
-        start = stop
-    return encoded
+    joined, ends = EncodedList(rows, coded), np.cumsum(counts)
+    digests = np.array([one.base_digest or 0 for one in run], np.uint64) + change  # modulo 2^64, as `add_digests`
+    return [
+        None if goes_alone else EncodedRows(
+            one.specs, {}, None if one.base_digest is None else after, joined, start, stop
+        )
+        for one, start, stop, goes_alone, after in zip(
+            run, (ends - counts).tolist(), ends.tolist(), alone.tolist(), digests.tolist(), strict=True
+        )
+    ]  # fmt: skip
 
 
 def _scale(spec: ArraySpec) -> float:

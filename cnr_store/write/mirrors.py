@@ -232,7 +232,7 @@ def apply_rows(changes: Iterable[tuple[EncodedRows, TableCodes]], workers: Worke
     for encoded, mirror in changes:
         if encoded.run is None:
             apply_alone(encoded, mirror, workers)
-        elif encoded.lists:
+        elif encoded.count:
             together.setdefault(id(encoded.run), []).append((encoded, mirror))
     for own in together.values():
         _add_together(own, workers)
@@ -257,7 +257,7 @@ def _add_together(own: Sequence[tuple[EncodedRows, TableCodes]], workers: Worker
     assert run is not None  # asked before
     mirrors = [mirror for _, mirror in own]
     starts = np.array([encoded.start for encoded, _ in own], np.int64)
-    counts = np.array([len(encoded.lists["add"].row_ids) for encoded, _ in own], np.int64)
+    counts = np.array([encoded.count for encoded, _ in own], np.int64)
     for name in mirrors[0].arrays:
         parts = table_kernels.parts_of(starts, counts, 0, [mirror.place_of(name) for mirror in mirrors])
         is_wrapping = np.zeros(len(own), np.bool_)

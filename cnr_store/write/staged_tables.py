@@ -64,7 +64,7 @@ class PartWriter:
         for shard, changes in changed.items():
             entries = self.entries.setdefault(shard, {})
             # Parts stand in the order of their rows in each group, so lists of one shard are written one by one.
-            if len(changes) == 1 and changes[0].run is not None and changes[0].lists:
+            if len(changes) == 1 and changes[0].run is not None and changes[0].count:
                 runs.setdefault(id(changes[0].run), []).append((shard, changes[0]))
                 continue
             for encoded in changes:
@@ -75,7 +75,7 @@ class PartWriter:
 
     def _write_run(self, own: Sequence[tuple[Shard, EncodedRows]]) -> None:
         """Write the lists of shards that have no others, of one run in its order."""
-        counts = [len(encoded.lists["add"].row_ids) for _, encoded in own]
+        counts = [encoded.count for _, encoded in own]
         first, run = own[0][1], own[0][1].run
         assert run is not None  # asked before
         joined = _row_list("add", first, run)
@@ -223,7 +223,7 @@ class StagedTables:
         counts = [0] * len(updates)
         for number, rows in zip(filled, encoded, strict=True):
             self._keep_rows(shards[number], rows)
-            counts[number] = sum(len(item.row_ids) for item in rows.lists.values())
+            counts[number] = rows.count
         return counts
 
     def changed_rows(
@@ -246,10 +246,10 @@ class StagedTables:
         row_ids = own_row_ids([one.row_ids for one in updates], held, [one.table for one in updates])
         given = []
         for update, schema, shard, place, rows in zip(updates, schemas, shards, places, row_ids, strict=True):
-            specs = array_specs(schema, place.columns)
+            mirror, base = self._mirror(shard)
+            specs = array_specs(schema, place.columns) if mirror is None else mirror.specs_in(schema)
             arrays = check_arrays(update.table, specs, len(rows), update.values, update.slots)
             floats = {name: as_columns(np.asarray(array)) for name, array in arrays.items()}
-            mirror, base = self._mirror(shard)
             on_bad_rows = update.nonfinite or options_on_bad_rows(self._schemas.options_of(update.table))
             touched = TouchedTable(update.table, specs, mirror, rows, floats, base, on_bad_rows)
             given.append((shard, touched))
@@ -435,7 +435,7 @@ class StagedTables:
             )  # fmt: skip
         merged = EncodedRows(mirror.specs, digest=self._digests.get(shard, known))
         for encoded in self._rows.get(shard, []):
-            merged.lists |= encoded.lists
+            merged.own |= encoded.lists
         if options_on_bad_rows(self._schemas.options_of(shard.table)) == "refuse":
             given = [item.row_ids for item in merged.lists.values()]
             bad = np.setdiff1d(self._live.get(shard, np.empty(0, np.int64)), np.concatenate([np.empty(0, int), *given]))
