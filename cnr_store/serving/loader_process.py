@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -161,6 +162,8 @@ class LoaderProcess(AttachedTables):
 def _load(pipe: Connection, url: str, arguments: dict[str, Any]) -> None:
     """What the child does: load, follow, and answer until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the parent decides what that means
+    # So ends what its parent left open: multiprocessing sends it as the parent ends. The memory is to be freed then.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     try:
         loader = Loader(url, **arguments)
     except Exception as error:  # noqa: BLE001  the parent raises it

@@ -29,7 +29,7 @@ from cnr_store.serving import LoaderProcess
 if __name__ == "__main__":
     loader = LoaderProcess(sys.argv[1], shared=sys.argv[2])
     print(loader.version, flush=True)
-    time.sleep(600)
+    time.sleep(float(sys.argv[3]))
 """
 
 
@@ -48,7 +48,7 @@ def save(store: Store, step: int) -> int:
 
 
 def until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -125,7 +125,7 @@ def test_the_child_of_a_killed_program_ends(store: Store, tmp_path: Path) -> Non
     program, shared = tmp_path / "program.py", tmp_path / "m"
     program.write_text(PARENT)
     with subprocess.Popen(
-        [sys.executable, str(program), store.url, str(shared)], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(program), store.url, str(shared), "600"], stdout=subprocess.PIPE, text=True
     ) as parent:
         assert parent.stdout is not None
         assert int(parent.stdout.readline()) == store.latest_version()
@@ -141,6 +141,19 @@ def test_the_child_of_a_killed_program_ends(store: Store, tmp_path: Path) -> Non
         return True
 
     until(is_free)
+
+
+def test_a_program_that_closes_nothing_frees_the_memory(store: Store, tmp_path: Path) -> None:
+    program, shared = tmp_path / "program.py", tmp_path / "m"
+    program.write_text(PARENT)
+
+    done = subprocess.run(
+        [sys.executable, str(program), store.url, str(shared), "0"], capture_output=True, text=True, check=False
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert int(done.stdout) == store.latest_version()
+    assert [path.name for path in shared.iterdir()] == ["owner.lock"]
 
 
 def test_what_a_loader_raises_is_raised_here(tmp_path: Path) -> None:
