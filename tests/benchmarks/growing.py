@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import harness
 import numpy as np
@@ -21,7 +18,7 @@ from cnr_store.training import CheckpointManager
 from cnr_store.types import Float32s, Rectangle, RowIds
 from cnr_store.write.encode import RowUpdate
 from cnr_store.write.schema_changes import Declaration
-from tests.support.ranks import ThreadRank, thread_ranks
+from tests.support.ranks import ThreadRank, on_ranks
 
 DIM = 16
 SCALE = 0.01
@@ -248,10 +245,3 @@ def shared_saves(folder: Path, writers: int, rows: int, touched: int, repeats: i
     for store in stores:
         store.close()
     return Shared(seconds, sum(path.is_file() for path in last.rglob("*")), requests)
-
-
-def on_ranks(world: int, work: Callable[[ThreadRank], Any]) -> None:
-    """Run ``work`` on so many ranks at once; raises what one of them raised."""
-    with ThreadPoolExecutor(world) as pool:
-        for done in [pool.submit(work, rank) for rank in thread_ranks(world, timeout_s=120)]:
-            done.result()

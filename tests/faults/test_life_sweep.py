@@ -7,7 +7,6 @@ maintenance leaves no object that nothing refers to.
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -32,7 +31,7 @@ from cnr_store.write.writer import Writer
 from tests.faults.mortal_rank import Process
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
 from tests.support.life import end_leases, listed, referenced
-from tests.support.ranks import ThreadRank, thread_ranks
+from tests.support.ranks import ThreadRank, on_ranks
 
 QUICK = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)
 ROWS, DIM, WORLD, SCALE = 12, 4, 2, 0.25
@@ -102,27 +101,20 @@ class Run:
 
     def start(self, program: Callable[[Run, Process], None]) -> Run:
         """Run the program on both ranks; all are gone when this returns."""
-        ranks = thread_ranks(WORLD, timeout_s=20)
-        processes = [Process(self.view(f"rank {rank.rank}"), rank) for rank in ranks]
+        names = [f"rank {number}" for number in range(WORLD)]
+        views = [self.view(name) for name in names]
 
-        def body(process: Process, rank: ThreadRank) -> None:
-            name = f"rank {rank.rank}"
+        def body(rank: ThreadRank) -> None:
+            name = names[rank.rank]
             self.ends[name] = None
             try:
-                program(self, process)
+                program(self, Process(views[rank.rank], rank))
             except BaseException as error:  # noqa: BLE001 - a dead process among them
                 self.ends[name] = error
             finally:
                 rank.leave()
 
-        threads = [
-            threading.Thread(target=body, args=(process, rank)) for process, rank in zip(processes, ranks, strict=True)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert not any(thread.is_alive() for thread in threads)
+        on_ranks(WORLD, body, timeout_s=20)
         return self
 
     def deliver_delayed(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,7 @@ from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.writer import Writer
 from tests.faults.mortal_rank import Process
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
-from tests.support.ranks import thread_ranks
+from tests.support.ranks import ThreadRank, on_ranks
 
 QUICK = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)
 ROWS, DIM, WORLD, SCALE = 12, 4, 2, 0.25
@@ -89,31 +88,25 @@ class Run:
         dies_at: tuple[int, int] | None = None,
     ) -> Run:  # fmt: skip
         """Run ``work`` on both ranks, the fault in the storage of one; all are gone when this returns."""
-        ranks = thread_ranks(WORLD, timeout_s=20)
         self.views = [
             FaultyFileSystem(self.files, fault=fault[1] if fault is not None and fault[0] == k else None)
             for k in range(WORLD)
         ]
-        self.acknowledged = [[] for _ in ranks]
-        self.errors = [None for _ in ranks]
-        processes = [Process(view, rank) for view, rank in zip(self.views, ranks, strict=True)]
-        if dies_at is not None:
-            processes[dies_at[0]].dies_at_exchange = dies_at[1]
+        self.acknowledged = [[] for _ in range(WORLD)]
+        self.errors = [None for _ in range(WORLD)]
 
-        def body(k: int) -> None:
+        def body(rank: ThreadRank) -> None:
+            process = Process(self.views[rank.rank], rank)
+            if dies_at is not None and dies_at[0] == rank.rank:
+                process.dies_at_exchange = dies_at[1]
             try:
-                work(processes[k], self.acknowledged[k])
+                work(process, self.acknowledged[rank.rank])
             except BaseException as error:  # noqa: BLE001 - a dead process among them
-                self.errors[k] = error
+                self.errors[rank.rank] = error
             finally:
-                ranks[k].leave()
+                rank.leave()
 
-        threads = [threading.Thread(target=body, args=(k,)) for k in range(WORLD)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert not any(thread.is_alive() for thread in threads)
+        on_ranks(WORLD, body, timeout_s=20)
         return self
 
 

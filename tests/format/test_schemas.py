@@ -11,8 +11,8 @@ import pytest
 
 from cnr_store import Store
 from format_spec import generate_schemas, vectors
-from tests.support.ranks import ThreadRank
-from tests.write.many_ranks import all_well, on_ranks, one_table, open_store, row_wise, save, started, touch
+from tests.support.ranks import ThreadRank, on_ranks
+from tests.write.many_ranks import one_table, open_store, row_wise, save, started, touch
 
 GOLDEN = Path(__file__).resolve().parents[2] / "format_spec" / "golden"
 PATTERNS = {
@@ -49,7 +49,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
             writer.restore()
             save(writer, mine, models, change, 1)
 
-    all_well(on_ranks(2, work))
+    on_ranks(2, work)
     paths = {name: sorted(GOLDEN.glob(pattern)) for name, pattern in PATTERNS.items()}
     paths["receipt"] = sorted(folder.glob("data/*/*/_receipt.json.zst"))
     return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.storage import CreateOutcome, Storage, open_storage
 from cnr_store.types import Rectangle
 from cnr_store.write.schema_changes import Declaration
-from tests.support.ranks import ThreadRank, thread_ranks
+from tests.support.ranks import ThreadRank, on_ranks
 
 
 class Network:
@@ -227,8 +226,7 @@ def test_ranks_settle_together_where_one_of_them_cannot_read_the_log(storage: St
             txn.write_rows("t", np.asarray([tile.rows[0]]), mine[:1] + 3)
         return outcomes, synced
 
-    with ThreadPoolExecutor(2) as pool:
-        ends = list(pool.map(train, thread_ranks(2, timeout_s=20)))
+    ends = on_ranks(2, train)
 
     assert ends == [([StorageFailure, 3], [False, True])] * 2
     assert np.array_equal(store.snapshot().table("t").read(), expected(_0=3, _5=3))

@@ -13,20 +13,18 @@ from cnr_store import Store, verify_store
 from cnr_store.maintenance.compaction import compact_run, tasks
 from cnr_store.types import Rectangle
 from format_spec.reader.compare import compare
-from tests.support.ranks import ThreadRank
+from tests.support.ranks import ThreadRank, on_ranks
 from tests.support.snapshot_bytes import bytes_of
 from tests.write.many_ranks import (
     TABLES,
     Change,
     Life,
-    all_well,
     check_state,
     declare,
     digest_sums,
     draw_placement,
     give,
     new_files,
-    on_ranks,
     open_store,
     restore_exactly,
 )
@@ -123,5 +121,5 @@ def run_ranks(
                         compact_some_run(store, chance)
             restore_exactly(writer, mine, plan[-1][1])
 
-    all_well(on_ranks(len(placements), work))
+    on_ranks(len(placements), work)
     assert set(TABLES) == set(plan[-1][1])

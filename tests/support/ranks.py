@@ -7,7 +7,10 @@ without answering: the others get `RankLost`, as with a broken connection.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -92,3 +95,17 @@ def thread_ranks(world: int, *, timeout_s: float = 60.0) -> list[ThreadRank]:
     """Return ``world`` ranks that hear each other; give each to a thread of its own."""
     line = _Line(world, timeout_s)
     return [ThreadRank(rank, line) for rank in range(world)]
+
+
+def on_ranks(world: int, work: Callable[[ThreadRank], Any], *, timeout_s: float = 60.0) -> list[Any]:
+    """Return what ``work`` returned on each rank, or raise what the first one raised. One that raises is dead."""
+
+    def body(rank: ThreadRank) -> Any:
+        try:
+            return work(rank)
+        except BaseException:
+            rank.leave()
+            raise
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(body, thread_ranks(world, timeout_s=timeout_s)))

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from cnr_store.storage import storage_from_filesystem
 from cnr_store.store.internals import StoreInternals
 from cnr_store.training import CheckpointManager
 from tests.support.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem
-from tests.support.ranks import ThreadRank, thread_ranks
+from tests.support.ranks import ThreadRank, on_ranks
 from tests.training import runs
 from tests.training.runs import Training, assert_same, manager_of, uninterrupted
 
@@ -339,8 +338,7 @@ def test_all_ranks_go_on_or_are_told_who_did() -> None:
             with store, manager_of(store, training, ranks=rank, rng=False) as manager:
                 return act(training, manager)
 
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(one, thread_ranks(2, timeout_s=60)))
+        return on_ranks(2, one)
 
     def begin(training: Training, manager: CheckpointManager) -> None:
         go_on(training, manager, 0, 2)

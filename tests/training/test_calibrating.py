@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,8 @@ from torch import nn
 from cnr_store import BadInput, Store, TableOptions
 from cnr_store.runtime.ranks import OneRank, Ranks
 from cnr_store.training import Calibration, CheckpointManager, StoreOptions, calibrate
-from tests.support.ranks import thread_ranks
+from tests.support.ranks import ThreadRank, on_ranks
 from tests.training.runs import grouped
-from tests.training.test_rate_control import on_ranks
 
 
 class Clicks:
@@ -156,28 +154,14 @@ def test_metrics_that_have_no_share_are_refused(metric: float, clicks: Clicks) -
 
 def test_the_worst_rank_counts_and_all_take_the_same() -> None:
     """Rank 1 validates on something harder, so both take what it needs."""
-    found: dict[int, Any] = {}
-
-    def run(ranks: Any, model: Clicks) -> None:
-        try:
-            factor = 1.0 + ranks.rank
-
-            def validate() -> float:
-                return model.validate() ** factor
-
-            found[ranks.rank] = calibrate(model.model, validate, max_quality_loss=1e-2, ranks=ranks)
-        except BaseException as error:  # noqa: BLE001 (raised below)
-            found[ranks.rank] = error
-            ranks.leave()
-
     models = [Clicks(), Clicks()]
-    threads = [threading.Thread(target=run, args=pair) for pair in zip(thread_ranks(2), models, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
-    assert isinstance(found[0], Calibration), found[0]
+    def run(rank: ThreadRank) -> Calibration:
+        model, factor = models[rank.rank], 1.0 + rank.rank
+        return calibrate(model.model, lambda: model.validate() ** factor, max_quality_loss=1e-2, ranks=rank)
+
+    found = on_ranks(2, run)
+
     assert found[0] == found[1]
     assert_same(models[1].state(), models[0].state())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from cnr_store.storage import storage_from_filesystem
 from cnr_store.training import CheckpointManager, SavePolicy, StoreOptions, shards
 from cnr_store.training.shards import LocalShard, ShardingLibrary, whole_shard
 from tests.support.faulty import IsolatedMemoryFileSystem
-from tests.support.ranks import ThreadRank, thread_ranks
+from tests.support.ranks import ThreadRank, on_ranks
 from tests.training import runs
 from tests.training.runs import Training, assert_same, uninterrupted
 
@@ -264,8 +263,7 @@ class Job:
             ):
                 return act(rank.rank, manager, part)
 
-        with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(one, thread_ranks(2, timeout_s=30)))
+        return on_ranks(2, one)
 
     def train(self, manager: CheckpointManager, part: Part, steps: int) -> None:
         for _ in range(steps):

@@ -6,7 +6,6 @@ import os
 import re
 import stat
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import nn
 from cnr_store import BadInput, StorageFailure, Store, TableOptions, Unsupported, verify_store
 from cnr_store.errors import BadShape, VersionNotFound
 from cnr_store.training import CheckpointManager, TrackingOptions, load
-from tests.support.ranks import ThreadRank, thread_ranks
+from tests.support.ranks import ThreadRank, on_ranks
 from tests.training.runs import Training, assert_same, grouped, manager_of, uninterrupted
 from tests.training.test_beside import KIND, files_of, go_on
 from tests.training.test_fallback import Job, Part, value
@@ -297,10 +296,7 @@ def test_each_rank_loads_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (loaded.step, sorted(loaded.tables)) == (2, ["t0.weight", "t1.weight"])
         return part.weight.detach().cpu().numpy()
 
-    with ThreadPoolExecutor(2) as pool:
-        held = list(pool.map(one, thread_ranks(2, timeout_s=60)))
-
-    for rank, found in enumerate(held):
+    for rank, found in enumerate(on_ranks(2, one)):
         assert np.array_equal(found, value(rank, 2))
 
 
@@ -317,5 +313,4 @@ def test_ranks_are_told_that_they_cannot_save_more_rows(tmp_path: Path) -> None:
             manager.restore(resize="fill")
         assert_same(grown.state(), before)
 
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(one, thread_ranks(2, timeout_s=60)))
+    on_ranks(2, one)

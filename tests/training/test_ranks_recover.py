@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from cnr_store.storage import storage_from_filesystem
 from cnr_store.training import CheckpointManager, SavePolicy, StoreOptions, shards
 from cnr_store.training.shards import LocalShard, ShardingLibrary, whole_shard
 from tests.support.faulty import IsolatedMemoryFileSystem
-from tests.support.ranks import ThreadRank, thread_ranks
+from tests.support.ranks import ThreadRank, on_ranks
 
 
 class Part(nn.Module):
@@ -74,8 +73,7 @@ def test_a_rank_that_cannot_open_its_commit_does_not_fail_the_next_save(monkeypa
         real(self, storage, *args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Snapshot, "__init__", flaky)
-    with ThreadPoolExecutor(2) as pool:
-        kinds = list(pool.map(train, thread_ranks(2, timeout_s=20)))
+    kinds = on_ranks(2, train)
 
     assert kinds == [["baseline", "delta", "baseline"]] * 2
     assert not fails

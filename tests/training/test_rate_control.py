@@ -7,7 +7,6 @@ import itertools
 import logging
 import math
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from cnr_store.training.document import PROGRESS, TRAINER, RateDocument, trainer
 from cnr_store.training.tensors import tensor_of
 from cnr_store.types import Affine, FloatBits, Lattice
 from cnr_store.write.transaction import Transaction
-from tests.support.ranks import thread_ranks
+from tests.support.ranks import on_ranks
 from tests.tools.cli_runner import cnr
 from tests.training.runs import grouped
 
@@ -463,28 +462,6 @@ def test_a_width_grows_while_the_encoding_changes(url: str) -> None:
     encoding = Store.open(url).snapshot().tables["weight"].encoding
     assert isinstance(encoding, Affine)
     assert encoding.bits == 3
-
-
-def on_ranks(world: int, act: Callable[[Ranks], Any]) -> list[Any]:
-    """Run on threads, one for each rank; raise what one raised."""
-    found: list[Any] = [None] * world
-
-    def run(rank: int, ranks: Any) -> None:
-        try:
-            found[rank] = act(ranks)
-        except BaseException as error:  # noqa: BLE001 (raised below)
-            found[rank] = error
-            ranks.leave()
-
-    threads = [threading.Thread(target=run, args=one) for one in enumerate(thread_ranks(world))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for one in found:
-        if isinstance(one, BaseException):
-            raise one
-    return found
 
 
 def test_ranks_refine_together(url: str) -> None:

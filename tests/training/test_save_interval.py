@@ -36,7 +36,7 @@ from cnr_store.training.save_interval import (
 )
 from cnr_store.training.schedule import SaveSchedule
 from tests.support.faulty import IsolatedMemoryFileSystem
-from tests.support.ranks import ThreadRank, thread_ranks
+from tests.support.ranks import ThreadRank, on_ranks
 from tests.training.faulty_runs import Backend, begun
 from tests.training.runs import go_on
 
@@ -375,8 +375,7 @@ def test_all_ranks_choose_the_interval_of_the_rank_that_loses_most() -> None:
                     intervals.append(interval)
             return manager.current_step, intervals
 
-    with ThreadPoolExecutor(2) as pool:
-        one, other = pool.map(train, thread_ranks(2))
+    one, other = on_ranks(2, train)
 
     assert one == other
 

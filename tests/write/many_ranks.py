@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +20,7 @@ from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
 from tests.support.faulty import IsolatedMemoryFileSystem
-from tests.support.ranks import ThreadRank, thread_ranks
+from tests.support.ranks import ThreadRank, on_ranks
 from tests.support.store_oracle import ABSENT, KINDS, TableModel, same_bits, training_slots, training_values
 
 Array = np.ndarray[Any, Any]
@@ -37,27 +35,6 @@ TABLES = {
 }
 """Name to kind, rows and columns; tables with one-dimensional slots keep all columns on one rank."""
 WHOLE_ROWS = {name for name, (kind, _, _) in TABLES.items() if "row" in KINDS[kind].slots}
-
-
-def on_ranks(world: int, work: Callable[[ThreadRank], Any], *, timeout_s: float = 20) -> list[Any]:
-    """What each rank returned or raised."""
-
-    def body(rank: ThreadRank) -> Any:
-        try:
-            return work(rank)
-        except BaseException as error:  # noqa: BLE001 - the test looks at it
-            rank.leave()
-            return error
-
-    with ThreadPoolExecutor(world) as pool:
-        return list(pool.map(body, thread_ranks(world, timeout_s=timeout_s)))
-
-
-def all_well(results: list[Any]) -> list[Any]:
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
 
 
 def open_store(files: Any) -> Store:
@@ -250,7 +227,7 @@ def started(files: Any, placements: list[Placed], models: dict[str, TableModel])
         with open_store(files) as store, store.writer(ranks=rank, shards=mine).begin(0) as txn:
             declare(txn, shards_of(mine), models)
 
-    all_well(on_ranks(len(placements), work))
+    on_ranks(len(placements), work)
 
 
 def save(writer: Writer, mine: Placed, models: dict[str, TableModel], change: Change, step: int, **wish: Any) -> int:

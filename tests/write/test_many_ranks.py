@@ -21,7 +21,7 @@ from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.writer import Writer
 from format_spec.reader.compare import compare
 from tests.support.faulty import FaultyFileSystem
-from tests.support.ranks import ThreadRank
+from tests.support.ranks import ThreadRank, on_ranks
 from tests.support.store_oracle import TableModel, training_values
 from tests.write.many_ranks import (
     DIM,
@@ -32,7 +32,6 @@ from tests.write.many_ranks import (
     Change,
     Life,
     Placed,
-    all_well,
     check_state,
     declare,
     digest_sums,
@@ -40,7 +39,6 @@ from tests.write.many_ranks import (
     give,
     new_files,
     of,
-    on_ranks,
     one_table,
     open_store,
     restore_exactly,
@@ -97,7 +95,7 @@ def test_ranks_store_what_one_writer_stores(data: st.DataObject, seed: int, mirr
                     if number == len(plan) - 1:  # noqa: B023
                         restore_exactly(writer, mine, after)
 
-        all_well(on_ranks(world, work))
+        on_ranks(world, work)
         is_first = False
         for number, (change, _, after) in enumerate(plan):
             if change.kind != "abort":
@@ -159,7 +157,7 @@ def test_rows_over_four_ranks_go_on_as_tables_of_two_and_then_of_one(tmp_path: P
                 restore_exactly(writer, mine, before)  # noqa: B023
                 save(writer, mine, models, change, step)  # noqa: B023
 
-        all_well(on_ranks(len(placements), work))
+        on_ranks(len(placements), work)
         with open_store(tmp_path / "s") as store:
             check_state(store.snapshot(), models)
 
@@ -181,7 +179,7 @@ def test_on_restore_each_rank_reads_the_chunks_of_its_rectangle_alone() -> None:
                 restore_exactly(writer, mine, models)
                 return [call.path for call in view.calls[before:] if call.operation == "read"]
 
-        paths = all_well(on_ranks(len(placements), work))
+        paths = on_ranks(len(placements), work)
         chunks = [[path for path in of_rank if "/c/" in path] for of_rank in paths]
         sizes = [sum(files.size(path) for path in of_rank) for of_rank in chunks]
         others = [path for of_rank in paths for path in of_rank if "/c/" not in path and "/commits/" not in path]
@@ -218,7 +216,7 @@ def test_a_mirror_of_another_state_is_refused_on_all_ranks_until_a_restore(culpr
             writer.restore()
             return type(refused.value), version, save(writer, mine, models, change, 1)
 
-    outcomes = all_well(on_ranks(2, work))
+    outcomes = on_ranks(2, work)
 
     assert outcomes[0] == outcomes[1]
     assert outcomes[0][2] == outcomes[0][1] + 1
@@ -261,7 +259,7 @@ def test_a_rank_that_missed_a_commit_may_not_go_on_from_its_mirror(kind: Any) ->
                 else:
                     give(txn, shards_of(mine), models, second)
 
-    all_well(on_ranks(2, work))
+    on_ranks(2, work)
 
     with open_store(files) as store:
         check_state(store.snapshot(), models)
@@ -299,8 +297,8 @@ def test_ranks_with_one_document_or_a_table_of_nobody_are_all_refused() -> None:
             with pytest.raises(BadInput, match="must be dropped"), writer.begin(1):
                 pass
 
-    all_well(on_ranks(2, twice))
-    all_well(on_ranks(2, nobody))
+    on_ranks(2, twice)
+    on_ranks(2, nobody)
 
 
 def test_a_commit_of_four_ranks_costs_their_objects_and_three_receipts() -> None:
@@ -321,7 +319,7 @@ def test_a_commit_of_four_ranks_costs_their_objects_and_three_receipts() -> None
             save(writer, mine, models, change, 1)
             return [(call.operation, call.path.rsplit("/", 1)[1]) for call in view.calls[at:]]  # type: ignore[return-value]
 
-    calls: list[list[tuple[str, str]]] = all_well(on_ranks(4, work))
+    calls: list[list[tuple[str, str]]] = on_ranks(4, work)
 
     with open_store(files) as store:
         version = store.latest_version()

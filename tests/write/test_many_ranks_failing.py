@@ -17,20 +17,18 @@ from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem
-from tests.support.ranks import ThreadRank
+from tests.support.ranks import ThreadRank, on_ranks
 from tests.support.store_oracle import TableModel
 from tests.write.many_ranks import (
     KIND,
     Array,
     Change,
     Placed,
-    all_well,
     check_state,
     declare,
     give,
     new_files,
     of,
-    on_ranks,
     one_table,
     open_store,
     row_wise,
@@ -80,7 +78,7 @@ def test_a_save_that_one_rank_gives_up_ends_on_all_and_they_save_again(culprit: 
             assert txn.version is not None
             return txn.version
 
-    assert len(set(all_well(on_ranks(2, work)))) == 1
+    assert len(set(on_ranks(2, work))) == 1
     with open_store(files) as store:
         check_state(store.snapshot(), models)
 
@@ -110,7 +108,7 @@ def restored_and_saved(
                 error = raised
             return None if after is None else after(rank, writer, error)
 
-    return all_well(on_ranks(len(placements), work, timeout_s=5))
+    return on_ranks(len(placements), work, timeout_s=5)
 
 
 def test_a_lost_reply_of_the_record_is_read_back_and_acknowledged_by_all() -> None:
@@ -217,7 +215,7 @@ def test_ranks_that_hear_no_more_of_a_commit_find_it_in_the_log() -> None:
             settled = writer.settle()
             return known, None if settled is None else settled.record.v, txn.version, writer.is_synced
 
-    zero, one = all_well(on_ranks(2, work))
+    zero, one = on_ranks(2, work)
 
     assert zero == (before + 2, None, before + 2, True)
     assert one == (None, before + 2, before + 2, True)
@@ -253,7 +251,7 @@ def test_a_save_with_a_rank_that_is_too_slow_is_lost_on_all_ranks(slow: int) -> 
                 lost.set()
             return None
 
-    assert all_well(on_ranks(2, work, timeout_s=0.5)) == [(RankLost, None)] * 2
+    assert on_ranks(2, work, timeout_s=0.5) == [(RankLost, None)] * 2
     with open_store(files) as store:
         check_state(store.snapshot(), old)
 

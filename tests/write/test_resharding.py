@@ -18,7 +18,7 @@ from cnr_store.types import Rectangle
 from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.writer import Writer
 from tests.support.faulty import IsolatedMemoryFileSystem
-from tests.support.ranks import ThreadRank, thread_ranks
+from tests.support.ranks import ThreadRank, on_ranks
 from tests.support.store_oracle import same_bits
 
 ROWS, DIM, TABLE = 24, 8, "t"
@@ -55,24 +55,13 @@ class Training:
 
     def run(self, shards: list[Rectangle], work: Callable[[Writer, Rectangle], None]) -> None:
         """Do ``work`` on a rank for each shard, each with a store of its own."""
-        errors: list[BaseException] = []
 
         def of_rank(rank: ThreadRank) -> None:
             tile = shards[rank.rank]
-            try:
-                with self.store() as store, store.writer(ranks=rank, shards={TABLE: [tile]}) as writer:
-                    work(writer, tile)
-            except BaseException as error:  # noqa: BLE001 - raised below, on the test's thread
-                errors.append(error)
-                rank.leave()
+            with self.store() as store, store.writer(ranks=rank, shards={TABLE: [tile]}) as writer:
+                work(writer, tile)
 
-        threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in thread_ranks(len(shards), timeout_s=20)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+        on_ranks(len(shards), of_rank, timeout_s=20)
 
     def save_all(self, writer: Writer, tile: Rectangle, step: int) -> None:
         box = (slice(*tile.rows), slice(*tile.columns))
