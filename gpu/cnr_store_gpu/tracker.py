@@ -21,7 +21,7 @@ from cnr_store.errors import BadInput
 from cnr_store_gpu import operators
 from cnr_store_gpu.bitmap import DeviceBitmaps, Ids, OutOfRange, Taken
 from cnr_store_gpu.hooks import Following, OnBypass
-from cnr_store_gpu.memory import memory_of
+from cnr_store_gpu.memory import check_all, memory_of
 from cnr_store_gpu.optimizers import Movement, RowMovement, inner_optimizer, row_slots
 from cnr_store_gpu.shards import ChangeSource, WatchedShard, bounds_of, check_shards, tensor_of
 from cnr_store_gpu.tables import plan_tables
@@ -322,9 +322,7 @@ class RowTracker:
         MemoryMoved
             The memory of a table was freed or replaced: its rows cannot be copied now.
         """
-        for watched in self._tables:
-            if watched.memory is not None:
-                watched.memory.check()
+        check_all([watched.memory for watched in self._tables if watched.memory is not None])
 
     def _waiting(self) -> dict[str, int]:
         return {

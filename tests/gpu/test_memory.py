@@ -12,7 +12,7 @@ from torch import nn
 
 from cnr_store.errors import MemoryMoved
 from cnr_store_gpu import Movement, RowTracker, WatchedShard
-from cnr_store_gpu.memory import check_held, needed_bytes
+from cnr_store_gpu.memory import check_all, check_held, memory_of, needed_bytes
 
 ROWS, DIM = 20, 3
 
@@ -146,6 +146,31 @@ def test_a_shard_is_read_where_its_owner_has_its_rows() -> None:
         tracker.take()
     owner.data = kept
     assert len(tracker.take()["shard"]) == ROWS
+
+
+@given(st.lists(st.sampled_from(["stays", "freed", "replaced", "back"]), max_size=5))
+def test_checking_all_tables_is_checking_each(fates: list[str]) -> None:
+    tensors = [torch.zeros(ROWS, DIM) for _ in fates]
+    memories = [memory for tensor in tensors if (memory := memory_of("table", tensor, None)) is not None]
+    for fate, tensor in zip(fates, tensors, strict=True):
+        own = tensor.data
+        if fate == "freed":
+            free(tensor)
+        elif fate != "stays":
+            zeros_instead(tensor)
+        if fate == "back":
+            tensor.data = own
+
+    def moved(check: Callable[[], None]) -> bool:
+        try:
+            check()
+        except MemoryMoved:
+            return True
+        return False
+
+    each = [moved(memory.check) for memory in memories]
+    assert each == [fate in ("freed", "replaced") for fate in fates]
+    assert moved(lambda: check_all(memories)) == any(each)
 
 
 @given(st.data())
