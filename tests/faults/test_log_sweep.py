@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from random import Random
 from typing import Any
 
 import fsspec
@@ -12,65 +11,18 @@ import pytest
 
 from cnr_store.errors import CommitStateUnknown, Conflict, CorruptStore, StorageFailure, VersionNotFound
 from cnr_store.format.commit_record import LogEntry
-from cnr_store.format.layout import segment_name
-from cnr_store.format.records import ChainEntry, CommitRecord, WriterInfo
-from cnr_store.log.commit_log import CommitLog, RetryPolicy
-from cnr_store.log.rebase import draft_after, draft_init, rebase_data, rebase_fence, rebase_rollback, rebase_tag
-from cnr_store.storage import storage_from_filesystem
+from cnr_store.log.commit_log import CommitLog
+from cnr_store.log.rebase import draft_after, draft_init, rebase_fence, rebase_rollback
+from tests.log import logs
+from tests.log.logs import WRITER, append_fence, append_tag, txn
 from tests.support.faulty import FaultKind, FaultyFileSystem
 from tests.support.sweep import survived, sweep
 
-STORE = "5" * 32
-WRITER = WriterInfo(host="h", lib="0.1.0", run_id="r")
+open_log = partial(logs.open_log, deadline_s=0.5)
 
 
-def open_log(fs: fsspec.AbstractFileSystem) -> CommitLog:
-    now = [0.0]
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-
-    return CommitLog(
-        storage_from_filesystem(fs, "/root"),
-        STORE,
-        retry=RetryPolicy(deadline_s=0.5),
-        monotonic_s=lambda: now[0],
-        sleep=sleep,
-        random=Random(0),
-    )
-
-
-def txn(number: int) -> str:
-    return f"{number:032x}"
-
-
-def delta(head: LogEntry, number: int, epoch: int, **changes: Any) -> CommitRecord:
-    chain, start = head.record.chain, head.record.checkpoint
-    own = ChainEntry(
-        seg=segment_name(head.record.v, txn(number)),
-        sha256="0" * 64,
-        kind="delta" if chain else "baseline",
-        l0=start if chain else 0,
-        l1=start + 1,
-        bytes=1,
-        rows=1,
-    )
-    kept = {"chain": (*chain, own), "checkpoint": start + 1, "step": number, "epoch": epoch, **changes}
-    return draft_after(head.record, "delta" if chain else "baseline", WRITER, **kept)
-
-
-def append_delta(log: CommitLog, head: LogEntry, number: int, epoch: int, **changes: Any) -> LogEntry:
-    return log.append(head, delta(head, number, epoch, **changes), partial(rebase_data, txn=txn(number)))
-
-
-def append_fence(log: CommitLog, head: LogEntry) -> LogEntry:
-    return log.append(head, draft_after(head.record, "fence", WRITER, epoch=head.record.epoch + 1), rebase_fence)
-
-
-def append_tag(log: CommitLog, head: LogEntry, name: str) -> LogEntry:
-    target = head.record.v
-    tags = {**head.record.tags, name: target}
-    return log.append(head, draft_after(head.record, "tag", WRITER, name=name, target=target, tags=tags), rebase_tag)
+def append_delta(log: CommitLog, head: LogEntry, number: int, epoch: int) -> LogEntry:
+    return logs.append_delta(log, head, number, step=number, epoch=epoch)
 
 
 def append_rollback(log: CommitLog, head: LogEntry, target: LogEntry) -> LogEntry:

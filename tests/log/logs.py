@@ -14,7 +14,7 @@ from cnr_store.format.layout import branch_prefix, commit_key, segment_name
 from cnr_store.format.records import ChainEntry, CommitRecord, WriterInfo
 from cnr_store.log.commit_log import CommitLog, RetryPolicy
 from cnr_store.log.rebase import draft_after, draft_init, rebase_data, rebase_fence, rebase_tag
-from cnr_store.storage import storage_from_filesystem
+from cnr_store.storage import Storage, storage_from_filesystem
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 
 STORE = "5" * 32
@@ -40,12 +40,16 @@ class Clock:
         return int(self.now_s * 1000)
 
 
-def open_log(
-    fs: Any, prefix: str = "", *, clock: Clock | None = None, deadline_s: float = 5.0, uuid: str = STORE
+def open_log(fs: Any, prefix: str = "", **options: Any) -> CommitLog:
+    return log_on(storage_from_filesystem(fs, ROOT), prefix, **options)
+
+
+def log_on(
+    storage: Storage, prefix: str = "", *, clock: Clock | None = None, deadline_s: float = 5.0, uuid: str = STORE
 ) -> CommitLog:
     clock = clock or Clock()
     return CommitLog(
-        storage_from_filesystem(fs, ROOT),
+        storage,
         uuid,
         prefix,
         retry=RetryPolicy(deadline_s=deadline_s),

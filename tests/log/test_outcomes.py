@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from random import Random
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,14 +21,12 @@ from cnr_store.errors import (
 from cnr_store.format.commit_record import LogEntry, encode_record
 from cnr_store.format.documents import sha256
 from cnr_store.format.layout import commit_key
-from cnr_store.format.records import CommitRecord, Superseded, WriterInfo
-from cnr_store.log.commit_log import CommitLog, RetryPolicy
+from cnr_store.format.records import CommitRecord, Superseded
 from cnr_store.log.rebase import draft_after, draft_init
 from cnr_store.storage import CreateOutcome, Storage, storage_from_filesystem
+from tests.log import logs
+from tests.log.logs import WRITER, no_rebase
 from tests.support.faulty import IsolatedMemoryFileSystem
-
-STORE = "5" * 32
-WRITER = WriterInfo(host="h", lib="0.1.0", run_id="r")
 
 
 @pytest.fixture
@@ -36,19 +34,7 @@ def storage() -> Storage:
     return storage_from_filesystem(IsolatedMemoryFileSystem(), "/root")
 
 
-def open_log(storage: Storage, deadline_s: float = 0.0) -> CommitLog:
-    now = [0.0]
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-
-    return CommitLog(
-        storage, STORE, retry=RetryPolicy(deadline_s), monotonic_s=lambda: now[0], sleep=sleep, random=Random(0)
-    )
-
-
-def no_rebase(draft: CommitRecord, intervening: LogEntry) -> CommitRecord:
-    raise AssertionError(f"nothing should stand between: {intervening.record.v} before {draft.kind}")
+open_log = partial(logs.log_on, deadline_s=0.0)
 
 
 def draft(head: LogEntry, **changes: Any) -> CommitRecord:
