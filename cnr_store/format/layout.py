@@ -112,6 +112,15 @@ def check_relative_path(path: str) -> None:
         raise BadName(f"path {path[:120]!r} in a manifest is not a plain relative path", found=path[:120])
 
 
+def segment_of_rows(key: str) -> str | None:
+    """Return the segment of an object that has rows of tables; None for dense tensors, documents and all else."""
+    root, _, rest = key.partition("/")
+    segment, _, path = rest.partition("/")
+    array, is_chunk, _ = path.partition("/c/")
+    is_of_rows = f"{root}/" == DATA and is_chunk and array.split(".")[1:2] != ["dense"]
+    return segment if is_of_rows and is_segment_name(segment) else None
+
+
 def state_key(digest: str) -> str:
     """Return the key of the side object with this sha256."""
     key = f"{STATE}{digest}.json"

@@ -7,7 +7,7 @@ transport is implemented elsewhere (``torch.distributed`` in ``cnr_store.trainin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -15,6 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.errors import CnrStoreError, RankFailed, RankLost
+
+Parcels = Sequence[tuple[int, npt.NDArray[np.uint8]]]
+"""Bytes, each with the rank that gets them or sends them."""
 
 
 class Ranks(Protocol):
@@ -45,6 +48,16 @@ class Ranks(Protocol):
         RankLost
         """
 
+    def transfer(self, sent: Parcels, received: Parcels) -> None:
+        """Send arrays to ranks, and fill arrays with what ranks send to this one. Blocks; all ranks call it.
+
+        Of each pair of ranks both have the same lengths in the same order.
+
+        Raises
+        ------
+        RankLost
+        """
+
     def another(self) -> Ranks:
         """Return another connection to the same ranks, for another thread. All ranks call it together. Blocks."""
 
@@ -61,6 +74,9 @@ class OneRank:
 
     def broadcast(self, data: npt.NDArray[np.uint8], source: int) -> None:
         """Do nothing: this rank has it."""
+
+    def transfer(self, sent: Parcels, received: Parcels) -> None:
+        """Do nothing: there is no other rank."""
 
     def another(self) -> OneRank:
         """Return itself."""

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import xxhash
 
 from cnr_store.errors import BadInput, BadName, CorruptObject, MissingObject, StorageFailure, UnsafeBackend
+from cnr_store.storage.copies import ObjectCopies
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,8 @@ class Storage(ABC):
         Whether requests wait for a network, so that concurrent requests are faster.
     recipe
         How another process opens the same storage; None if it cannot (memory, or the caller's file system object).
+    copies
+        Objects in memory: those that are put are recorded there, and checked reads look there first; None for none.
     """
 
     max_create_bytes: ClassVar[int] = MAX_CREATE_BYTES
@@ -114,6 +117,7 @@ class Storage(ABC):
         self.url = url
         self.is_exclusive = is_exclusive
         self.recipe: StorageRecipe | None = None
+        self.copies: ObjectCopies | None = None
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.url}>"
@@ -199,6 +203,8 @@ class Storage(ABC):
         """
         check_key(key)
         self._put(key, data)
+        if self.copies is not None:
+            self.copies.record(key, data)
 
     def create(self, key: str, data: bytes) -> CreateOutcome:
         """Try once to create an object that must not exist; return what is known about the attempt.
@@ -376,7 +382,7 @@ def object_digest(data: bytes | bytearray | memoryview) -> str:
 
 
 def read_verified(storage: Storage, key: str, *, size_bytes: int, digest: str) -> bytes:
-    """Return the object's bytes after checking them against the inventory.
+    """Return the object's bytes after checking them against the inventory: a copy in memory, else the stored ones.
 
     Blocks. Memory: at most ``size_bytes`` + 1 bytes, whatever the size of the stored object.
 
@@ -389,6 +395,9 @@ def read_verified(storage: Storage, key: str, *, size_bytes: int, digest: str) -
     AccessDenied, StorageFailure
         The backend refused or failed.
     """
+    copied = _read_copy(storage, key, 0, [(size_bytes, digest)])
+    if copied is not None:
+        return copied[0]
     data = storage.read(key, start=0, stop=size_bytes + 1)
     if data is None:
         raise _missing(storage, key, size_bytes)
@@ -399,7 +408,7 @@ def read_verified(storage: Storage, key: str, *, size_bytes: int, digest: str) -
 
 
 def read_inside(storage: Storage, key: str, start: int, pieces: Sequence[tuple[int, str]]) -> list[bytes]:
-    """Return neighbouring pieces of an object, each checked: the first begins at byte ``start``. One request.
+    """Return neighbouring pieces of an object, each checked: the first begins at byte ``start``. At most one request.
 
     Parameters
     ----------
@@ -411,20 +420,42 @@ def read_inside(storage: Storage, key: str, start: int, pieces: Sequence[tuple[i
     MissingObject, CorruptObject, AccessDenied, StorageFailure
         As `read_verified`. What the object has elsewhere is not looked at.
     """
+    copied = _read_copy(storage, key, start, pieces)
+    if copied is not None:
+        return copied
     size = sum(one for one, _ in pieces)
     data = storage.read(key, start=start, stop=start + size)
     if data is None:
         raise _missing(storage, key, start + size)
     if len(data) != size:
         raise _cut(storage, key, start + size, start + len(data))
+    return _checked_pieces(data, start, pieces, f"object {key!r} in {storage.url}", key)
+
+
+def _checked_pieces(data: bytes, start: int, pieces: Sequence[tuple[int, str]], what: str, key: str) -> list[bytes]:
     found, at = [], 0
     for length, digest in pieces:
-        piece = data if length == size else data[at : at + length]
-        what = f"object {key!r} in {storage.url}, bytes {start + at} to {start + at + length},"
-        check_digest(piece, digest, what, key)
+        piece = data if length == len(data) else data[at : at + length]
+        check_digest(piece, digest, f"{what}, bytes {start + at} to {start + at + length},", key)
         found.append(piece)
         at += length
     return found
+
+
+def _read_copy(storage: Storage, key: str, start: int, pieces: Sequence[tuple[int, str]]) -> list[bytes] | None:
+    """The pieces from a copy in memory; None if there is none, or it is not what the inventory says."""
+    if storage.copies is None:
+        return None
+    size = sum(one for one, _ in pieces)
+    data = storage.copies.read(key, start, start + size)
+    if data is None:
+        return None
+    try:
+        return _checked_pieces(data, start, pieces, f"the copy in memory of object {key!r} in {storage.url}", key)
+    except CorruptObject as error:
+        storage.copies.refuse(key, size)
+        logger.warning("%s; the stored object is read instead", error)
+        return None
 
 
 def check_digest(data: bytes | memoryview, digest: str, what: str, key: str) -> None:

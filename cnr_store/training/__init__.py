@@ -20,7 +20,7 @@ from cnr_store.training.carrying_reader import CarriedBatch, CarryingReader
 from cnr_store.training.checkpoint_manager import CheckpointManager
 from cnr_store.training.granted_reader import GrantedReader
 from cnr_store.training.loading import RestoredState, load
-from cnr_store.training.options import PrecisionPolicy, SavePolicy, StoreOptions, TrackingOptions
+from cnr_store.training.options import PeerCopies, PrecisionPolicy, SavePolicy, StoreOptions, TrackingOptions
 from cnr_store.training.precision.calibrating import Calibration, Trial, calibrate
 from cnr_store.training.precision.rate_control import RateStatus, ScaleChange, TableRate
 from cnr_store.training.ranks import ProcessRanks
@@ -35,6 +35,7 @@ __all__ = [
     "TrackingOptions",
     "PrecisionPolicy",
     "StoreOptions",
+    "PeerCopies",
     "RestoredState",
     "Survivor",
     "load",

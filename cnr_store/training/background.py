@@ -186,8 +186,19 @@ class Finished:
     error: BaseException | None = None
 
 
-def run_save(job: SaveJob) -> None:
-    """Write a job's tables and commit; blocks. Errors are those of `Transaction`."""
+def run_save(job: SaveJob, then: Callable[[Transaction], None] | None = None) -> None:
+    """Write a job's tables and commit, and call ``then`` whatever became of it; blocks.
+
+    Errors are those of `Transaction`.
+    """
+    try:
+        _write_and_commit(job)
+    finally:
+        if then is not None:
+            then(job.transaction)
+
+
+def _write_and_commit(job: SaveJob) -> None:
     started, cpu_s = time.perf_counter(), background_cpu_s()
     transaction = job.transaction
     with transaction:

@@ -25,6 +25,7 @@ from cnr_store.training.live_training import watch_training
 from cnr_store.training.loading import RestoredState
 from cnr_store.training.matching import Resize
 from cnr_store.training.options import PrecisionPolicy, SavePolicy, StoreOptions, TrackingOptions
+from cnr_store.training.peers import peers_of
 from cnr_store.training.precision.rate_control import RateStatus
 from cnr_store.training.ranks import ranks_of_this_training
 from cnr_store.training.reader import Redistribute, Stateful, check_stateful
@@ -124,6 +125,7 @@ class CheckpointManager:
             self._reports = FailureReports(training.control, save_policy.on_error)
             self._owns_store = not isinstance(store, Store)
             self._store = store if isinstance(store, Store) else open_or_create(store, store_options, training.control)
+            self._peers = peers_of(store_options.peers, training.ranks, training.control, self._store.storage)
             self._stop = StopSignal(training.control, is_caught=save_policy.save_on_sigterm is not False)
         except BaseException:
             training.detach()
@@ -133,7 +135,8 @@ class CheckpointManager:
             SaveStager(
                 training, chain, position, tracking.quantize_on_device, save_policy.rng, precision.residual_bits,
             ),
-            TrainingWriter(self._store, store_options, ranks, training.holdings.placement), save_policy, self._reports,
+            TrainingWriter(self._store, store_options, ranks, training.holdings.placement, self._peers), save_policy,
+            self._reports,
         )  # fmt: skip
         self._restorer = Restorer(training, chain, position, self._saver, self._store, save_policy)
 
@@ -386,6 +389,11 @@ class CheckpointManager:
         """Bytes that the code mirrors take now."""
         return self._saver.writer.mirror_nbytes
 
+    @property
+    def peer_nbytes(self) -> int:
+        """Bytes that this rank keeps now for others (`PeerCopies`)."""
+        return 0 if self._peers is None else self._peers.nbytes
+
     def _save_last(self) -> None:
         """Save because the process is about to end; an earlier failure must not prevent it."""
         if (error := self._saver.collect(wait=True)) is not None:
@@ -426,6 +434,8 @@ class CheckpointManager:
     def _end(self) -> None:
         self._is_closed = True
         self._training.detach()
+        if self._peers is not None:
+            self._peers.close()
         if self._owns_store:
             self._store.close()
 

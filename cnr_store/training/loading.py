@@ -64,6 +64,8 @@ class RestoredState:
     lost_ranks, stale_steps
         After a partial recovery: the ranks whose rows come from ``version``, and how many steps older those are than
         ``step``.
+    peer_bytes
+        How many bytes of this rank's rows were read from another rank's memory instead of the store (`PeerCopies`).
     """
 
     step: int
@@ -76,6 +78,7 @@ class RestoredState:
     problem: str | None = None
     lost_ranks: tuple[int, ...] = ()
     stale_steps: int = 0
+    peer_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -190,6 +190,34 @@ class PrecisionPolicy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PeerCopies:
+    """Copies in the host memory of other ranks, from which a replaced rank reads its rows (`Survivor`).
+
+    Each rank keeps the objects with rows that others put, of the chain of the newest version. What does not fit, and
+    what was saved before the manager was made or by a compaction, is read from the store.
+
+    Attributes
+    ----------
+    copies
+        How many ranks keep what a rank puts, each on another host than it (on one host: any other ranks).
+    memory_bytes
+        Most bytes that a rank keeps for others. In a save it needs as many again at most for what it puts itself, until
+        that is passed on.
+
+    Raises
+    ------
+    BadInput
+    """
+
+    memory_bytes: int
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        checked_count("memory_bytes", self.memory_bytes, least=1)
+        checked_count("copies", self.copies, least=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
     """How a `CheckpointManager` opens its store and writes to it.
 
@@ -201,6 +229,8 @@ class StoreOptions:
         As for `Store.writer`.
     ranks
         The ranks that train together; None for all of ``torch.distributed``, or this process alone.
+    peers
+        Copies in other ranks' memory; None for none.
 
     Raises
     ------
@@ -214,6 +244,7 @@ class StoreOptions:
     mirror_folder: str | None = None
     bytes_per_s: float | None = None
     ranks: Ranks | None = None
+    peers: PeerCopies | None = None
 
     def __post_init__(self) -> None:
         checked_choice("mirror", self.mirror, get_args(MirrorMode))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from cnr_store.errors import BadInput, RankLost
-from cnr_store.runtime.ranks import OneRank, Ranks
+from cnr_store.runtime.ranks import OneRank, Parcels, Ranks
 
 TIMEOUT_S = 1800.0
 """How long ranks wait for the slowest one's share of a save."""
@@ -82,6 +82,19 @@ class ProcessRanks:
         """See `cnr_store.runtime.ranks.Ranks.broadcast`."""
         with self._answered():
             dist.broadcast(torch.from_numpy(data), group=self._line, group_src=source)
+
+    def transfer(self, sent: Parcels, received: Parcels) -> None:
+        """See `cnr_store.runtime.ranks.Ranks.transfer`."""
+        with self._answered():
+            works = [
+                act(torch.from_numpy(data), group=self._line, **{side: rank})
+                for act, side, parcels in ((dist.irecv, "group_src", received), (dist.isend, "group_dst", sent))
+                for rank, data in parcels
+                if data.size
+            ]
+            for work in works:
+                assert work is not None  # this rank is in the group
+                work.wait()
 
     def another(self) -> ProcessRanks:
         """See `cnr_store.runtime.ranks.Ranks.another`. It breaks when this one does."""

@@ -180,11 +180,20 @@ class Restorer:
 
         together(training.control, plan)
         shared = share_live_state(training, planned[0], recovery, survivor)
-        restored = self._put_in_place(
-            self.saver.open_writer(take_over), planned[0] if shared is None else shared.planned, request,
-            shared, recovery.step,
-        )  # fmt: skip
-        return replace(restored, lost_ranks=recovery.lost, stale_steps=recovery.step - planned[0].snapshot.step)
+        peers, snapshot, peer_bytes = self.saver.writer.peers, planned[0].snapshot, 0
+        if peers is not None:
+            copies = None if survivor is None else survivor.copies
+            peers.lend(training.control, recovery.lost, copies, snapshot.record.chain)
+        try:
+            restored = self._put_in_place(
+                self.saver.open_writer(take_over), planned[0] if shared is None else shared.planned, request,
+                shared, recovery.step,
+            )  # fmt: skip
+        finally:
+            if peers is not None:
+                peer_bytes = peers.take_back()
+        stale_steps = recovery.step - snapshot.step
+        return replace(restored, lost_ranks=recovery.lost, stale_steps=stale_steps, peer_bytes=peer_bytes)
 
     def _plan(self, version: int, request: RestoreRequest) -> Planned:
         training = self.training
@@ -263,6 +272,8 @@ class Restorer:
         communication = stored_communication(snapshot, self.training.communication, ranks)
         rng = stored_rng(planned, ranks.rank)
         targets = restore_targets(plan, self.training.optimizers)
+        if shared is not None:  # of other tables a rank that survived gives its copy
+            targets = targets.only({own.key for own in self.training.holdings.owned.values()})
         return _ReadState(dense, entries, reader_state, rng, sizes, changed, targets, communication)
 
     def _apply_state(self, planned: Planned, read: _ReadState) -> None:

@@ -5,7 +5,7 @@ Everything but the tables is read into host memory before the first tensor is wr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,14 @@ class Targets:
     outputs: dict[Shard, dict[str, Array]]
     windowed: list[tuple[ShardRestore, dict[str, torch.Tensor]]]
     sparse: list[tuple[ShardRestore, str, torch.Tensor]]
+
+    def only(self, shards: Collection[Shard]) -> Targets:
+        """Return those of such shards."""
+        return Targets(
+            {key: arrays for key, arrays in self.outputs.items() if key in shards},
+            [one for one in self.windowed if one[0].key in shards],
+            [one for one in self.sparse if one[0].key in shards],
+        )
 
 
 def check_columns(snapshot: Snapshot, plan: RestorePlan) -> None:

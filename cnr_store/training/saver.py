@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 from cnr_store.errors import (
     BackgroundSaveFailed,
@@ -33,6 +34,7 @@ from cnr_store.training.background import (
     SaveReport,
     failure_message,
     raise_failure,
+    run_save,
 )
 from cnr_store.training.communication_state import with_metrics
 from cnr_store.training.live_training import LiveTraining
@@ -183,7 +185,7 @@ class Saver:
     ) -> None:
         self.training, self.chain, self.position, self.schedule = training, chain, position, schedule
         self.stager, self.writer, self.policy, self.reports = stager, writer, policy, reports
-        self.background, self._core_waits = BackgroundSave(), CoreWaits()
+        self.background, self._core_waits = BackgroundSave(partial(run_save, then=writer.after_save)), CoreWaits()
         commit = git_commit() if policy.git else None
         self._about: dict[str, JsonValue] = {} if commit is None else {"git": commit}
         self._notes: Mapping[str, JsonValue] | None = None  # of the newest save

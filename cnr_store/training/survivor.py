@@ -22,6 +22,7 @@ from cnr_store.format.fields import TensorDtype
 from cnr_store.format.records import DenseEntry
 from cnr_store.log.rebase import leaves_state
 from cnr_store.runtime.ranks import together
+from cnr_store.storage.copies import Objects
 from cnr_store.store import Store
 from cnr_store.training.document import (
     GroupDocument,
@@ -58,6 +59,8 @@ class Survivor:
         By name of the shard: rows that changed since then.
     whole_next
         Tables that the next save must write whole.
+    copies
+        What it keeps for other ranks, by rank (`PeerCopies`).
     training
         What it trained, a `LiveTraining`, which no user is meant to hold. A library that shards tables may need new
         models for new process groups; they get its state.
@@ -69,6 +72,7 @@ class Survivor:
     mirrors: HeldMirrors
     marks: Mapping[str, Taken]
     whole_next: frozenset[str]
+    copies: Mapping[int, Objects]
     training: Any
 
     def is_renewed(self, training: LiveTraining) -> bool:
@@ -137,10 +141,11 @@ def survivor_of(saver: Saver) -> Survivor:
     marks = tracker.take()
     position = saver.position
     given = position.restored_state if position.given_state is None else position.given_state
+    peers = saver.writer.peers
     return Survivor(
         position.step, given, None if writer is None else writer.head,
         {} if writer is None or not writer.is_synced else writer.mirrors.held(), marks,
-        frozenset(saver.chain.whole_next), saver.training,
+        frozenset(saver.chain.whole_next), {} if peers is None else peers.kept, saver.training,
     )  # fmt: skip
 
 

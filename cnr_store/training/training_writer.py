@@ -19,6 +19,8 @@ from cnr_store.runtime.ranks import Ranks, rank_zero
 from cnr_store.segment.shards import Placement
 from cnr_store.store import Store
 from cnr_store.training.options import StoreOptions
+from cnr_store.training.peers import PeerMemory
+from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
 
 
@@ -132,6 +134,7 @@ class TrainingWriter:
     options: StoreOptions
     ranks: Ranks
     placement: Placement | None
+    peers: PeerMemory | None = None
     current: Writer | None = field(default=None, init=False)
 
     def open(self, take_over: TakeOver | None) -> Writer:
@@ -148,6 +151,16 @@ class TrainingWriter:
         if self.current is not None:
             self.current.close()
             self.current = None
+
+    @property
+    def after_save(self) -> Callable[[Transaction], None] | None:
+        """What is to be done behind each save, by the thread that saves; None for nothing."""
+        return None if self.peers is None else self._pass_on
+
+    def _pass_on(self, transaction: Transaction) -> None:
+        """Give peers what a save has put, if it is committed. Blocks."""
+        if self.peers is not None and self.current is not None:
+            self.peers.saved(None if transaction.version is None else self.current.head.record.chain)
 
     @property
     def mirror_nbytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from cnr_store.runtime.ranks import Parcels
 from tests.support.faulty import FaultyFileSystem, SimulatedCrash
 from tests.support.ranks import ThreadRank
 
@@ -30,6 +31,9 @@ class Process:
 
     def broadcast(self, data: npt.NDArray[np.uint8], source: int) -> None:
         self._inner.broadcast(data, source)
+
+    def transfer(self, sent: Parcels, received: Parcels) -> None:
+        self._inner.transfer(sent, received)
 
     def another(self) -> Process:
         return Process(self.fs, self._inner.another())

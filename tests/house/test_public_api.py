@@ -72,7 +72,7 @@ PUBLIC = {
         OneBitAdam OneBitLamb PartialFirstLayer PartialSums SplitTable TopKActivations
     """,
     "cnr_store.training": """
-        CheckpointManager SavePolicy TrackingOptions PrecisionPolicy StoreOptions RestoredState load
+        CheckpointManager SavePolicy TrackingOptions PrecisionPolicy StoreOptions PeerCopies RestoredState load
         Survivor SaveReport ScaleChange RateStatus TableRate SaveInterval SaveMeasure ProcessRanks
         calibrate Calibration Trial
         CarriedBatch CarryingReader GrantedReader IntervalReader reader_states_for

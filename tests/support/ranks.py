@@ -12,10 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from cnr_store.errors import RankLost
+from cnr_store.runtime.ranks import Parcels
 
 
 @dataclass(slots=True)
@@ -69,6 +71,17 @@ class ThreadRank:
     def broadcast(self, data: npt.NDArray[np.uint8], source: int) -> None:
         """See `cnr_store.runtime.ranks.Ranks.broadcast`."""
         data[:] = np.frombuffer(self.exchange(data.tobytes())[source], np.uint8)
+
+    def transfer(self, sent: Parcels, received: Parcels) -> None:
+        """See `cnr_store.runtime.ranks.Ranks.transfer`."""
+        given = self.exchange(msgspec.msgpack.encode([(rank, data.tobytes()) for rank, data in sent]))
+        coming = {
+            source: iter([data for rank, data in msgspec.msgpack.decode(message) if rank == self.rank])
+            for source, message in enumerate(given)
+        }
+        for source, out in received:
+            out[:] = np.frombuffer(next(coming[source]), np.uint8)
+        assert [rank for rank, rest in coming.items() for _ in rest] == []
 
     def another(self) -> ThreadRank:
         """See `cnr_store.runtime.ranks.Ranks.another`."""

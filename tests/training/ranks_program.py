@@ -37,7 +37,7 @@ from cnr_store import TableOptions
 from cnr_store.errors import CnrStoreError, RankLost
 from cnr_store.segment.codes import TableCodes
 from cnr_store.storage.local import LocalStorage
-from cnr_store.training import CheckpointManager, SavePolicy, StoreOptions, TrackingOptions
+from cnr_store.training import CheckpointManager, PeerCopies, SavePolicy, StoreOptions, TrackingOptions
 from cnr_store.training.ranks import ProcessRanks
 from cnr_store.training.shards import Handle, LocalShard, ShardingLibrary, register_library, whole_shard
 from cnr_store.training.survivor import Survivor
@@ -277,9 +277,17 @@ def managed(job: dict[str, Any], training: RankTraining) -> CheckpointManager:
             threads=1,
             ranks=ProcessRanks(timeout_s=job.get("timeout_s", DEADLINE_S)),
             mirror=job.get("mirror", "memory"),
+            peers=PeerCopies(**job["peers"]) if "peers" in job else None,
         ),
         tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
     )
+
+
+def spoil(survivor: Survivor) -> None:
+    """Flip a bit of every object that a rank keeps for others."""
+    for objects in survivor.copies.values():
+        for data in objects.values():
+            data[len(data) // 2] ^= 1
 
 
 def run_recovering_rank(job: dict[str, Any], rank: int, world: int) -> int:
@@ -305,9 +313,12 @@ def run_recovering_rank(job: dict[str, Any], rank: int, world: int) -> int:
                 log_state(job, training, number + 1)
                 manager.step(reader_state={"next": number + 1})
                 manager.wait_until_finished()
+                note(job, rank, "kept", manager.peer_nbytes)
             manager.close()
         except (CnrStoreError, RuntimeError):
             survivor = manager.survivor()
+            if job.get("spoils"):
+                spoil(survivor)
             note(job, rank, "known", [[report.version, report.step] for report in manager.history])
             dist.destroy_process_group()
             log_state(job, training, -1)
@@ -321,6 +332,7 @@ def run_recovering_rank(job: dict[str, Any], rank: int, world: int) -> int:
     assert restored is not None
     note(job, rank, "recovered", [restored.step, restored.version, list(restored.lost_ranks), restored.stale_steps])
     note(job, rank, "calls", calls.seen)
+    note(job, rank, "from a peer", restored.peer_bytes)
     log_state(job, training, -2)
     for number in range(restored.step, job["steps"]):
         training.train(number)

@@ -12,6 +12,7 @@ import pytest
 
 from cnr_store import CnrStoreError
 from cnr_store.errors import BadInput, CommitStateUnknown, NonFiniteValues, RankFailed, RankLost
+from cnr_store.runtime.ranks import Parcels
 from cnr_store.types import Rectangle
 from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.transaction import Transaction
@@ -188,6 +189,9 @@ class Deaf:
 
     def broadcast(self, data: npt.NDArray[np.uint8], source: int) -> None:
         self._inner.broadcast(data, source)
+
+    def transfer(self, sent: Parcels, received: Parcels) -> None:
+        self._inner.transfer(sent, received)
 
     def another(self) -> Deaf:
         return Deaf(self._inner.another(), self._at, sends=self._sends)

@@ -1,0 +1,146 @@
+"""Copies in peers' memory: a replaced rank reads its rows from a neighbour that lives, else from the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cnr_store import Store
+from tests.training.ranks_program import logged_state, noted
+from tests.training.test_partial_recovery import SHARDED, STEPS, check_recovered, reads_of_tables
+from tests.training.test_ranks_killed import Calm, Launcher, calm, check_what_is_stored, launcher, outputs, same
+
+PLENTY = {"memory_bytes": 1 << 20}
+
+__all__ = ["calm", "launcher"]  # fixtures
+
+pytestmark = pytest.mark.slow
+
+
+def recovered(launcher: Launcher, folder: Path, lost: set[int], **job: Any) -> None:
+    """Run a training whose ranks are lost after the save of step 4, and check that rows and log are whole."""
+    codes = launcher.run(
+        folder, "partial", STEPS, recovers=True, dies=sorted(lost), dies_before=4, every_steps=2, **job
+    )
+    assert codes == [0] * 4, outputs(folder)
+    if len(lost) < 4:
+        assert check_recovered(folder, lost) == (4, 4)
+    assert check_what_is_stored(folder, "partial") == STEPS
+
+
+def from_peer(folder: Path, rank: int) -> int:
+    return int(noted(folder, "partial", rank, "from a peer")[0])
+
+
+def kept(folder: Path) -> list[list[int]]:
+    """What each rank kept for others after each step."""
+    return [noted(folder, "partial", rank, "kept") for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("lost", "alone"), [({2}, set()), ({1, 2}, set()), ({2, 3}, {2, 3}), ({0, 1, 2}, {0, 1})], ids=str
+)
+def test_lost_ranks_read_from_a_neighbour_that_lives_else_from_the_store(
+    launcher: Launcher, tmp_path: Path, lost: set[int], alone: set[int]
+) -> None:
+    recovered(launcher, tmp_path, lost, peers=PLENTY)
+
+    for rank in range(4):
+        assert (from_peer(tmp_path, rank) > 0) == (rank in lost - alone)
+        assert bool(reads_of_tables(tmp_path, rank)) == (rank in alone)
+        assert {*noted(tmp_path, "partial", rank, "kinds")[0]} == {"delta"}
+
+
+def test_when_all_ranks_are_lost_all_read_from_the_store(launcher: Launcher, tmp_path: Path) -> None:
+    recovered(launcher, tmp_path, {0, 1, 2, 3}, peers=PLENTY)
+
+    for rank in range(4):
+        assert noted(tmp_path, "partial", rank, "recovered") == [[4, 3, [], 0]]
+        assert from_peer(tmp_path, rank) == 0
+        assert reads_of_tables(tmp_path, rank)
+        for name in SHARDED:
+            before, after = (logged_state(tmp_path, "partial", rank, step)[name] for step in (4, -2))
+            same(after, before, f"rank {rank}, {name}")
+
+
+def test_two_copies_outlive_a_loss_of_two_of_three_that_have_them(launcher: Launcher, tmp_path: Path) -> None:
+    recovered(launcher, tmp_path, {2, 3}, peers=PLENTY | {"copies": 2})
+
+    for rank in (2, 3):
+        assert from_peer(tmp_path, rank) > 0
+        assert not reads_of_tables(tmp_path, rank)
+
+
+@pytest.mark.parametrize("mirror", ["memory", "none"])
+def test_rows_from_a_peer_are_bit_for_bit_those_of_the_store(launcher: Launcher, tmp_path: Path, mirror: str) -> None:
+    folders = {}
+    for name, peers in (("peer", {"peers": PLENTY}), ("store", {})):
+        folders[name] = tmp_path / name
+        folders[name].mkdir()
+        codes = launcher.run(
+            folders[name], "partial", STEPS, recovers=True, dies=[2], dies_before=5, every_steps=2, is_coded=True,
+            mirror=mirror, **peers,
+        )  # fmt: skip
+        assert codes == [0] * 4, outputs(folders[name])
+
+    assert (from_peer(folders["peer"], 2) > 0, from_peer(folders["store"], 2)) == (True, 0)
+    for rank in range(4):
+        assert noted(folders["peer"], "partial", rank, "kinds") == noted(folders["store"], "partial", rank, "kinds")
+        for step in (-2, STEPS):
+            found, expected = (logged_state(folders[name], "partial", rank, step) for name in ("peer", "store"))
+            for name, array in expected.items():
+                same(found[name], array, f"rank {rank}, step {step}, {name}")
+    states = []
+    for folder in folders.values():
+        with Store.open(str(folder / "store")) as store:
+            table = store.snapshot().table("user.weight")
+            states.append([table.read(), *(table.read(slot=slot) for slot in sorted(table.schema.slots))])
+    for found, expected in zip(*states, strict=True):
+        same(found, expected, "stored")
+
+
+def test_copies_that_were_damaged_are_refused_and_the_store_is_read(launcher: Launcher, tmp_path: Path) -> None:
+    recovered(launcher, tmp_path, {2}, peers=PLENTY, spoils=True)
+
+    assert from_peer(tmp_path, 2) == 0
+    assert reads_of_tables(tmp_path, 2)
+    assert "the stored object is read instead" in outputs(tmp_path)
+
+
+def test_a_rank_keeps_no_more_than_its_memory_and_the_store_has_the_rest(launcher: Launcher, tmp_path: Path) -> None:
+    recovered(launcher, tmp_path, {2}, peers={"memory_bytes": 300})
+
+    assert 0 < max(max(one) for one in kept(tmp_path)) <= 300
+    assert from_peer(tmp_path, 2) > 0
+    assert reads_of_tables(tmp_path, 2)
+
+
+def test_only_objects_of_the_newest_chain_are_kept(launcher: Launcher, tmp_path: Path) -> None:
+    recovered(launcher, tmp_path, {2}, peers=PLENTY, policy="baseline")
+
+    assert from_peer(tmp_path, 2) > 0
+    assert not reads_of_tables(tmp_path, 2)
+    for _, first, second, third in [one for one in kept(tmp_path) if len(one) == 4]:
+        assert 0 < third < 2 * first == 2 * second
+
+
+@pytest.mark.parametrize(("part", "occurrence", "when", "fresh"), [
+    ("/_receipt.json.zst", 2, "after", True), ("create commits/", 3, "before", True),
+    ("create commits/", 3, "after", False),
+])  # fmt: skip
+def test_a_rank_lost_in_a_save_gets_the_committed_rows(
+    launcher: Launcher, calm: Calm, tmp_path: Path, part: str, occurrence: int, when: str, fresh: bool
+) -> None:
+    """``fresh``: the newest version is one that was passed on; of another one the store has what is new."""
+    rank = 0 if part.startswith("create") else 2
+    index = calm.index(rank, part, occurrence)
+
+    codes = launcher.run(tmp_path, "partial", STEPS, recovers=True, kill=[rank, index, when], peers=PLENTY)
+
+    assert codes == [0] * 4, outputs(tmp_path)
+    check_recovered(tmp_path, {rank})
+    assert from_peer(tmp_path, rank) > 0
+    assert bool(reads_of_tables(tmp_path, rank)) != fresh
+    assert check_what_is_stored(tmp_path, "partial") == STEPS
