@@ -52,7 +52,7 @@ from cnr_store.read.compare import TableDifference, compare_tables
 from cnr_store.read.snapshot import Snapshot, TableView
 from cnr_store.runtime.ranks import Ranks
 from cnr_store.segment.chunk_cache import CacheCounts, ChunkCache
-from cnr_store.segment.shards import Shard
+from cnr_store.segment.shards import KeyShare, Shard, key_owners
 from cnr_store.store import Store
 from cnr_store.transfer.copying import StoreCopyReport, copy_store
 from cnr_store.transfer.exporting import ExportedTensor, ExportReport, export_snapshot
@@ -119,6 +119,8 @@ __all__ = [
     # Several ranks that write one store together.
     "Ranks",
     "Shard",
+    "KeyShare",
+    "key_owners",
     "Rectangle",
     "Declaration",
     "RowUpdate",

@@ -109,6 +109,10 @@ class Rectangle:
         return self.num_rows * self.width
 
 
+KeyRule = Literal["modulo", "hash"]
+"""Whose of several ranks a key of a hashed table is: ``key mod world``, or ``splitmix64(key) mod world``."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowRange:
     """Half-open range of rows [start, stop)."""

@@ -7,6 +7,7 @@ CNR-DOC-24). Pure, no I/O.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -108,9 +109,7 @@ def _is_as_before(parts: Sequence[PartLine] | None, before: Iterable[PartEntry])
         return True
     if any((part.add, part.set, part.delete, part.escape) != (None, None, None, None) for part in parts):
         return False  # most that were given, told without looking at those before
-    ends = {(part.rows, part.columns): part.state_digest for part in before}
-    if len(parts) != len(ends):
-        return False
-    return all(
-        (part.rows, part.columns) in ends and ends[part.rows, part.columns] == part.state_digest for part in parts
+    # Counted: a hashed table has a part of the same (no) rows from each of several writers.
+    return Counter((part.rows, part.columns, part.state_digest) for part in parts) == Counter(
+        (part.rows, part.columns, part.state_digest) for part in before
     )

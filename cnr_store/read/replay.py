@@ -8,7 +8,7 @@ array per thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -416,11 +416,12 @@ def replay_hashed(
     names: Sequence[str],
     workers: Workers,
     wanted: RowIds | None = None,
+    holds: Callable[[RowIds], npt.NDArray[np.bool_]] | None = None,
 ) -> tuple[RowIds, dict[str, Array]]:
     """Return the sorted keys and the values of a hashed table: the newest set of each key that no delete follows.
 
-    Of the keys ``wanted`` (sorted, unique) alone if they are given. Memory: all rows asked for of the chain's
-    segments at once, before the newest are chosen.
+    Of the keys ``wanted`` (sorted, unique) alone if they are given, or of those that ``holds`` returns True for.
+    Memory: all rows asked for of the chain's segments at once, before the newest are chosen.
     """
     engine = Replay(readers, workers)
     specs = array_specs(plan.schema)
@@ -432,6 +433,8 @@ def replay_hashed(
         reader = readers[step.segment]
         rows = reader.read_rows(step.row_list, step.chunk, Scratch())
         chosen: Any = slice(None) if wanted is None else matching(wanted, rows)[1]
+        if holds is not None:
+            chosen = holds(rows)
         rows = rows[chosen].copy()
         floats: dict[str, Array] = {}
         for name in names:

@@ -30,7 +30,7 @@ from cnr_store.segment.chunk_cache import ChunkCache
 from cnr_store.segment.codes import Allocate, Array, ArraySpec, TableCodes, array_specs, fill_value
 from cnr_store.segment.reader import IfMissing, SegmentReader, check_record, open_chain
 from cnr_store.segment.rows import check_row_ids
-from cnr_store.segment.shards import whole_of
+from cnr_store.segment.shards import KeyShare, whole_of
 from cnr_store.storage import Storage
 from cnr_store.types import JsonValue, Rectangle, RowIds, SlotsRule
 
@@ -449,12 +449,17 @@ class TableView:
         """Return the rows that the deltas of the chain hold: sorted, unique. Reads row ids only, no values."""
         return rows_since(self._snapshot.readers, self.name, self.schema)
 
-    def read_all(self, *, slots: bool = False) -> tuple[RowIds, dict[str, Array]]:
-        """Return a hashed table: its sorted keys, and ``values`` plus each slot by name."""
+    def read_all(self, *, slots: bool = False, share: KeyShare | None = None) -> tuple[RowIds, dict[str, Array]]:
+        """Return a hashed table: its sorted keys, and ``values`` plus each slot by name.
+
+        ``share``: only the keys of one rank (`Writer.keys`). Memory: the chain's rows of what is asked for.
+        """
         if self.schema.keys != "hashed":
             raise BadInput(f"table {self.name!r} has dense rows; use read()", table=self.name)
         names = list(self._specs) if slots else ["codes"]
-        keys, arrays = replay_hashed(self._snapshot.readers, self._plan(0, None), names, self._snapshot.workers)
+        holds = None if share is None else share.holds
+        plan, workers = self._plan(0, None), self._snapshot.workers
+        keys, arrays = replay_hashed(self._snapshot.readers, plan, names, workers, holds=holds)
         renamed = {
             "values" if n == "codes" else n.removeprefix("slots/"): self._shaped(n, a) for n, a in arrays.items()
         }

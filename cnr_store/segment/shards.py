@@ -7,13 +7,18 @@ an overlap could be saved with two different values.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from cnr_store.errors import BadInput
+import numpy as np
+import numpy.typing as npt
+
+from cnr_store.encodings.digest import splitmix64
+from cnr_store.errors import BadInput, BadRowIds
 from cnr_store.format.records import TableSchema
-from cnr_store.types import Rectangle
+from cnr_store.types import KeyRule, Rectangle, RowIds
 
 
 class Shard(NamedTuple):
@@ -31,6 +36,49 @@ class Shard(NamedTuple):
             return repr(self.table)
         (a, b), (c, d) = self.rectangle.rows, self.rectangle.columns
         return f"{self.table!r} (rows {a} to {b}, columns {c} to {d})"
+
+
+def key_owners(keys: RowIds, count: int, rule: KeyRule) -> npt.NDArray[np.int64]:
+    """Return which of ``count`` ranks each key (int64, any) belongs to. Pure.
+
+    >>> key_owners(np.asarray([-1, 0, 5]), 3, "modulo").tolist()
+    [2, 0, 2]
+    """
+    keys = np.ascontiguousarray(keys, np.int64)
+    if rule == "modulo":
+        return keys % count
+    return (splitmix64(keys.view(np.uint64)) % np.uint64(count)).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyShare:
+    """The keys of hashed tables that rank ``index`` of ``count`` owns, by a rule that all of them follow."""
+
+    index: int
+    count: int
+    rule: KeyRule = "modulo"
+
+    def holds(self, keys: RowIds) -> npt.NDArray[np.bool_]:
+        """Return which of the keys (int64, any order) are owned, bool of their shape. Pure."""
+        return np.asarray(key_owners(keys, self.count, self.rule) == self.index)
+
+    def check(self, table: str, keys: RowIds) -> None:
+        """Refuse keys of other ranks: with two ranks' rows of one key, nothing would tell which is meant. Pure.
+
+        Raises
+        ------
+        BadRowIds
+            Names the first such key and its owner.
+        """
+        others = keys[~self.holds(keys)] if self.count > 1 else keys[:0]
+        if len(others):
+            owner = int(key_owners(others[:1], self.count, self.rule)[0])
+            raise BadRowIds(
+                f"key {int(others[0])} of table {table!r} (and {len(others) - 1} more) was given to rank {self.index}, "
+                f"but rank {owner} of {self.count} owns it by the rule {self.rule!r}; give each key to its owner "
+                "(key_owners), or open the writers with the rule that your ranks follow (key_rule=)",
+                table=table, expected=owner, found=int(others[0]),
+            )  # fmt: skip
 
 
 Placement = Mapping[str, Sequence[Rectangle]]
@@ -152,8 +200,18 @@ def assign_owners(sizes: Mapping[str, int], world: int, held: Mapping[str, int] 
     return owners
 
 
-def shards_of(placement: Placement | None, tables: Iterable[str]) -> dict[str, tuple[Shard, ...]]:
-    """Return a writer's shards of ``tables``: those of its placement, or each table whole without one."""
+def shards_of(
+    placement: Placement | None, tables: Iterable[str], hashed: Collection[str] = ()
+) -> dict[str, tuple[Shard, ...]]:
+    """Return a writer's shards of ``tables``: those of its placement, or each table whole without one.
+
+    Of a table that is ``hashed`` a writer has one, without a rectangle: its share of the keys.
+    """
     if placement is None:
         return {table: whole_shard_of(table) for table in tables}
-    return {table: tuple(Shard(table, one) for one in sorted(placement.get(table, ()))) for table in tables}
+    return {
+        table: whole_shard_of(table)
+        if table in hashed
+        else tuple(Shard(table, one) for one in sorted(placement.get(table, ())))
+        for table in tables
+    }

@@ -27,6 +27,7 @@ from cnr_store.store.internals import StoreInternals
 from cnr_store.store.refs import Refs
 from cnr_store.store.versions import Versions
 from cnr_store.store.writing import open_writer
+from cnr_store.types import KeyRule
 from cnr_store.write.mirrors import MirrorMode
 from cnr_store.write.writer import Writer
 from cnr_store.write.writer_state import Succession
@@ -248,7 +249,7 @@ class Store:
     def writer(
         self, *, mirror: MirrorMode = "memory", mirror_folder: str | None = None, bytes_per_s: float | None = None,
         run_id: str | None = None, ranks: Ranks | None = None, shards: Placement | None = None,
-        succession: Succession | None = None,
+        key_rule: KeyRule = "modulo", succession: Succession | None = None,
     ) -> Writer:  # fmt: skip
         """Return a writer, the store's only committer: every earlier writer is fenced. Blocks; a few requests.
 
@@ -258,8 +259,7 @@ class Store:
         Parameters
         ----------
         mirror
-            ``memory``, ``mmap`` (files under ``mirror_folder``, which must exist; None is the system's folder for
-            temporary files) or ``none``.
+            ``memory``, ``none`` or ``mmap``: files in ``mirror_folder``, which exists; None is a temporary folder.
         bytes_per_s
             Limit on this rank's bytes per second while saving.
         ranks
@@ -267,6 +267,8 @@ class Store:
         shards
             Table to the rectangles of this rank; the rectangles of all ranks tile each table. None, for one rank only,
             is every table as a whole.
+        key_rule
+            Which rank owns a key of a hashed table (`KeyRule`); others' are refused. No rule is kept in the store.
         succession
             Delay the fence to `Writer.take_over` or the first `Writer.begin`. Until then the writer only reads, and
             `Writer.restore` loads the version that this names.
@@ -275,11 +277,11 @@ class Store:
         ------
         ReadOnlyStore, UnsafeBackend, CommitStateUnknown
         BadInput
-            The ranks' shards leave gaps or overlap; ``bytes_per_s`` is not positive; ``mirror_folder`` does not exist.
+            Shards of ranks leave gaps or overlap, rules differ; ``bytes_per_s`` is 0 or less; no ``mirror_folder``.
         """
         return open_writer(
             self.internals, mirror=mirror, mirror_folder=mirror_folder, bytes_per_s=bytes_per_s, run_id=run_id,
-            ranks=OneRank() if ranks is None else ranks, shards=shards, succession=succession,
+            ranks=OneRank() if ranks is None else ranks, shards=shards, key_rule=key_rule, succession=succession,
         )  # fmt: skip
 
     def tags(self) -> dict[str, int]:

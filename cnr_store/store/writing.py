@@ -15,9 +15,9 @@ from cnr_store.log.rebase import draft_after, rebase_fence
 from cnr_store.runtime.arguments import checked_choice
 from cnr_store.runtime.ranks import Ranks, rank_zero, together
 from cnr_store.runtime.threads import Throttle, check_rate
-from cnr_store.segment.shards import Placement, check_placements, column_cuts
+from cnr_store.segment.shards import KeyShare, Placement, check_placements, column_cuts
 from cnr_store.store.internals import StoreInternals
-from cnr_store.types import Rectangle
+from cnr_store.types import KeyRule, Rectangle
 from cnr_store.write.mirrors import MirrorMode, Mirrors, check_mirror_folder
 from cnr_store.write.writer import Writer
 from cnr_store.write.writer_state import RankShards, Succession, WriterSetup, WriterState
@@ -32,12 +32,14 @@ def open_writer(
     run_id: str | None,
     ranks: Ranks,
     shards: Placement | None,
+    key_rule: KeyRule,
     succession: Succession | None,
 ) -> Writer:
     """Open a writer; see `Store.writer`. Blocks for a few requests, on all ranks together."""
     if shards is None and ranks.world > 1:
         raise BadInput("several ranks write together, but this one has no shards; pass its rectangles with shards=")
     checked_choice("mirror", mirror, get_args(MirrorMode))
+    checked_choice("key_rule", key_rule, get_args(KeyRule))
     check_rate(bytes_per_s)
     # Check on all ranks before rank 0 fences: if one fails, all raise and no writer is fenced.
     together(ranks, partial(check_mirror_folder, mirror, mirror_folder))
@@ -49,6 +51,9 @@ def open_writer(
         return fenced[0].record.v
 
     version = rank_zero(ranks, open_committer)
+    rules = together(ranks, lambda: key_rule)
+    if len(set(rules)) > 1:
+        raise BadInput(f"the ranks own keys by the rules {rules}; pass the same key_rule= on all", found=rules)
     placements = _exchange_shards(ranks, shards)
     shapes = check_placements(placements)
     heads: list[LogEntry] = []
@@ -59,7 +64,8 @@ def open_writer(
                 internals.storage, internals.log, info, internals.workers,
                 Throttle(bytes_per_s), ranks,
                 RankShards(
-                    ranks.rank, None if shards is None else placements[ranks.rank], shapes, column_cuts(placements)
+                    ranks.rank, None if shards is None else placements[ranks.rank], shapes, column_cuts(placements),
+                    KeyShare(ranks.rank, ranks.world, key_rule),
                 ),
             ),
             heads[0], Mirrors(mirror, mirror_folder), succession=succession,

@@ -68,7 +68,12 @@ def propose(
         table, options, num_rows=shape[0], dim=shape[1], dtype=dtype, sample=sample, choice=choice,
         slots=slots, generation=generation, has_mirror=has_mirror,
     )  # fmt: skip
-    return Proposal(schema, math.prod(values.shape), msgspec.json.encode(options, order="sorted").decode(), choice)
+    return Proposal(schema, math.prod(values.shape), options_text(options), choice)
+
+
+def options_text(options: TableOptions) -> str:
+    """Return options in a form that ranks compare. Pure."""
+    return msgspec.json.encode(options, order="sorted").decode()
 
 
 def agreed_choice(proposals: Sequence[Proposal]) -> ScaleChoice | None:

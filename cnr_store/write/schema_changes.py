@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args
@@ -22,7 +22,7 @@ from cnr_store.runtime.ranks import together
 from cnr_store.segment.codes import Array
 from cnr_store.segment.shards import Shard
 from cnr_store.types import Lattice, TableDtype
-from cnr_store.write.schema_agreement import Proposal, agree, agreed_choice, propose
+from cnr_store.write.schema_agreement import Proposal, agree, agreed_choice, options_text, propose
 from cnr_store.write.schema_choice import checked_size, choose_table_scale, needs_sample, table_schema
 from cnr_store.write.table_options import TableOptions
 from cnr_store.write.writer_state import SegmentDraft, WriterState
@@ -88,8 +88,12 @@ class SchemaChanges:
 
     def agree(self, tables: Mapping[str, Sequence[Declaration]], written: Set[str]) -> None:
         """Agree with all ranks on the schemas of tables that they write whole. Blocks; all ranks call it."""
+        self.declared.update(self._agree(partial(self._propose, tables, written)))
+
+    def _agree(self, propose_own: Callable[[], dict[str, list[tuple[Any, int, str, Any]]]]) -> list[str]:
+        """Set the schemas that follow from what all ranks propose; returns the tables. Blocks; all ranks call it."""
         proposals: dict[str, list[Proposal]] = {}
-        for answer in together(self._state.setup.ranks, partial(self._propose, tables, written)):
+        for answer in together(self._state.setup.ranks, propose_own):
             for table, given in answer.items():
                 proposals.setdefault(table, []).extend(
                     Proposal(
@@ -101,7 +105,7 @@ class SchemaChanges:
         for table, given_by_all in sorted(proposals.items()):
             self.tables[table] = agree(table, given_by_all)
             self._chose(table, agreed_choice(given_by_all))
-            self.declared.add(table)
+        return list(proposals)
 
     def _propose(
         self, tables: Mapping[str, Sequence[Declaration]], written: Set[str]
@@ -114,9 +118,7 @@ class SchemaChanges:
         made: dict[str, list[tuple[Any, int, str, Any]]] = {}
         for (table, one), proposal in zip(shards, proposals, strict=True):
             self.options[table] = self._asked(table, one.options)
-            schema = msgspec.to_builtins(proposal.schema)
-            choice = None if proposal.choice is None else msgspec.to_builtins(proposal.choice)
-            made.setdefault(table, []).append((schema, proposal.elements, proposal.options, choice))
+            made.setdefault(table, []).append(_sent(proposal))
         return made
 
     def _check_declared(self, table: str, declarations: Sequence[Declaration], written: Set[str]) -> None:
@@ -154,8 +156,23 @@ class SchemaChanges:
         slots: Mapping[str, Literal["row", "element"]],
         sample: Array | None,
     ) -> None:
-        """Add a table with hashed int64 keys."""
-        self._refuse_placed("create_table")
+        """Add a table with hashed int64 keys. All ranks call it: one scale holds for what each of them samples."""
+        own = partial(self._created, table, dim=dim, options=options, dtype=dtype, slots=slots, sample=sample)
+        self._agree(lambda: {table: [_sent(own())]})
+        self.options[table] = options or TableOptions()
+        self.created.add(table)
+
+    def _created(
+        self,
+        table: str,
+        *,
+        dim: int,
+        options: TableOptions | None,
+        dtype: str,
+        slots: Mapping[str, Literal["row", "element"]],
+        sample: Array | None,
+    ) -> Proposal:
+        """What this rank proposes for a new table with hashed keys."""
         check_name(table)
         if table in self.tables:
             raise BadInput(f"table {table!r} exists", table=table)
@@ -182,17 +199,16 @@ class SchemaChanges:
         chosen = options or TableOptions()
         if rows.shape[0] == 0 and needs_sample(chosen, dtype):
             raise BadInput(
-                f"table {table!r}: a scale for bits= is chosen on a sample; give sample= or scale=", table=table
+                f"table {table!r}: a scale for bits= is chosen on a sample; give sample= (on every rank) or scale=",
+                table=table,
             )
         sampled = RowSample(rows, dtype, is_all=False)  # type: ignore[arg-type]
         choice = choose_table_scale(chosen, dtype, sampled)  # type: ignore[arg-type]
-        self.tables[table] = table_schema(
+        schema = table_schema(
             table, chosen, num_rows=0, dim=dim, dtype=dtype, sample=sampled, slots=kinds, keys="hashed",  # type: ignore[arg-type]
             generation=self._next_generation(table), has_mirror=False, choice=choice,
         )  # fmt: skip
-        self._chose(table, choice)
-        self.options[table] = chosen
-        self.created.add(table)
+        return Proposal(schema, rows.size, options_text(chosen), choice)
 
     def whole(
         self, table: str, values: Any, dtype: TableDtype, slots: Mapping[str, Any], options: TableOptions | None
@@ -255,7 +271,7 @@ class SchemaChanges:
             raise BadInput(
                 f"the scale of table {table!r} can be refined only in the first delta after a restore", table=table
             )
-        shards = state.shards([table])[table]
+        shards = state.setup.held.shards({table: schema})[table]
         if not isinstance(schema.encoding, Lattice) or any(state.mirrors.get(shard) is None for shard in shards):
             raise BadInput(f"table {table!r} is no lattice with a mirror; nothing to refine", table=table)
         if table in written or table in self.refined:
@@ -331,3 +347,9 @@ class SchemaChanges:
             raise Unsupported(
                 f"{verb}() is not there for writers that hold shards; use a writer of whole tables on one rank"
             )
+
+
+def _sent(proposal: Proposal) -> tuple[Any, int, str, Any]:
+    """A proposal as the ranks send it to each other."""
+    choice = None if proposal.choice is None else msgspec.to_builtins(proposal.choice)
+    return msgspec.to_builtins(proposal.schema), proposal.elements, proposal.options, choice

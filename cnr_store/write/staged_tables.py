@@ -184,7 +184,7 @@ class StagedTables:
                 f"table {table!r} exists; a delta takes its changed rows by write_rows(), or begin a baseline",
                 table=table,
             )
-        shard = self._state.setup.held.one_of(table, rectangle)
+        shard = self._state.setup.held.one_of(table, None, rectangle)
         self._check_first(shard)
         dtype = table_dtype(values, table)
         if len(values.shape) != 2 or values.shape[1] < 1:
@@ -240,12 +240,15 @@ class StagedTables:
     def _given(self, updates: Sequence[RowUpdate]) -> list[tuple[Shard, TouchedTable]]:
         """Check rows of shards, and find what they are encoded against; their arrays are by name, (n, width) each."""
         schemas = [self._schemas.schema(one.table) for one in updates]
-        shards = [self._state.setup.held.one_of(one.table, one.rectangle) for one in updates]
+        mine = self._state.setup.held
+        shards = [mine.one_of(one.table, schema, one.rectangle) for one, schema in zip(updates, schemas, strict=True)]
         places = [shard.rectangle_in(schema) for shard, schema in zip(shards, schemas, strict=True)]
         held = [None if schema.keys == "hashed" else place.rows for schema, place in zip(schemas, places, strict=True)]
         row_ids = own_row_ids([one.row_ids for one in updates], held, [one.table for one in updates])
         given = []
         for update, schema, shard, place, rows in zip(updates, schemas, shards, places, row_ids, strict=True):
+            if schema.keys == "hashed":
+                mine.keys.check(update.table, rows)
             mirror, base = self._mirror(shard)
             specs = array_specs(schema, place.columns) if mirror is None else mirror.specs_in(schema)
             arrays = check_arrays(update.table, specs, len(rows), update.values, update.slots)
@@ -273,8 +276,10 @@ class StagedTables:
         """Take note of rows that are deleted."""
         schema = self._schemas.schema(table)
         hashed = schema.keys == "hashed"
-        shard = self._state.setup.held.one_of(table, rectangle)
+        shard = self._state.setup.held.one_of(table, schema, rectangle)
         [row_ids] = own_row_ids([row_ids], [None if hashed else shard.rectangle_in(schema).rows], [table])
+        if hashed:
+            self._state.setup.held.keys.check(table, row_ids)
         self._check_first(shard, "delete")
         self._check_disjoint(shard, row_ids)
         mirror, base = self._mirror(shard)
@@ -332,7 +337,9 @@ class StagedTables:
             return []
         tables, state = self._schemas.tables, self._state
         known = [
-            name for name, shards in state.shards(tables).items() if not all(self._can_write(shard) for shard in shards)
+            name
+            for name, shards in state.setup.held.shards(tables).items()
+            if not all(self._can_write(shard) for shard in shards)
         ]
         if state.snapshot is not None:
             return known
@@ -357,7 +364,8 @@ class StagedTables:
                 "(write_rows() for hashed keys) or drop_table()",
                 table=missing[0],
             )
-        declared = self._state.shards(sorted(self._schemas.declared & self._schemas.tables.keys()))
+        names = sorted(self._schemas.declared & self._schemas.tables.keys())
+        declared = self._state.setup.held.shards({name: self._schemas.tables[name] for name in names})
         given = self._whole.keys() | self._live.keys()
         unwritten = [shard for shards in declared.values() for shard in shards if shard not in given]
         if unwritten:
@@ -371,7 +379,9 @@ class StagedTables:
     def _check_one_shot(self, replaced: Sequence[SegmentReader]) -> None:
         """Refuse a one-shot delta that lacks a row of the deltas it replaces, which would fall back to the baseline."""
         for table, schema in self._schemas.tables.items():
-            shards = [shard for shard in self._state.shards([table])[table] if shard not in self._whole]
+            shards = [
+                shard for shard in self._state.setup.held.shards({table: schema})[table] if shard not in self._whole
+            ]
             if not shards or table not in self._schemas.before:
                 continue
             changed = rows_since(replaced, table, schema)
@@ -381,6 +391,8 @@ class StagedTables:
                 if schema.keys == "dense":
                     start, stop = shard.rectangle_in(schema).rows
                     missing = missing[(missing >= start) & (missing < stop)]
+                else:
+                    missing = missing[self._state.setup.held.keys.holds(missing)]
                 if not len(missing):
                     continue
                 raise BadInput(
@@ -397,7 +409,7 @@ class StagedTables:
         ``base``: the manifest that the segment is a delta to.
         """
         tables = self._schemas.tables
-        shards = dict.fromkeys(shard for held in self._state.shards(tables).values() for shard in held)
+        shards = dict.fromkeys(shard for held in self._state.setup.held.shards(tables).values() for shard in held)
         for shard in shards if self._draft.kind == "baseline" else ():
             if shard not in self._whole and tables[shard.table].keys == "dense":
                 self._write_from_mirror(shard)

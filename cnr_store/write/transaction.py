@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Literal
 
@@ -19,6 +20,18 @@ from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.staged_segment import StagedSegment
 from cnr_store.write.table_options import TableOptions
 from cnr_store.write.writer_state import CommitKind, SegmentDraft, WriterState
+
+
+@contextmanager
+def _ending_on_all_ranks(transaction: Transaction, commit: Commit) -> Iterator[None]:
+    """End a transaction where its ranks do not agree."""
+    try:
+        yield
+    except BaseException:
+        # Every rank is here, or has sent that it gave up: no rank waits for an answer any more.
+        commit.leave()
+        transaction.abort()
+        raise
 
 
 class Transaction:
@@ -111,13 +124,8 @@ class Transaction:
             The ranks disagree, or an option is wrong; the transaction is over on every rank.
         """
         self._check_open()
-        try:
+        with _ending_on_all_ranks(self, self._commit):
             self._staged.schemas.agree(tables, self._staged.tables.written)
-        except BaseException:
-            # Every rank is here, or has sent that it gave up: no rank waits for an answer any more.
-            self._commit.leave()
-            self.abort()
-            raise
 
     def create_table(
         self,
@@ -129,16 +137,19 @@ class Transaction:
         slots: Mapping[str, Literal["row", "element"]] | None = None,
         sample: Array | None = None,
     ) -> None:
-        """Add a table with hashed int64 keys; its rows are always ``set``.
+        """Add a table with hashed int64 keys; its rows are always ``set``. Of several ranks, all call it; blocks.
 
-        ``sample`` (n, dim) is what a scale is chosen on; lattices with ``bits=`` need it.
+        ``sample`` (n, dim) is what a scale is chosen on; lattices with ``bits=`` need it. Ranks may give their own.
 
         Raises
         ------
         BadInput, BadName, BadShape, BadDtype
+            Where several ranks write, the transaction is over on every rank.
         """
         self._check_open()
-        self._staged.schemas.create(table, dim=dim, options=options, dtype=dtype, slots=slots or {}, sample=sample)
+        create = self._staged.schemas.create
+        with nullcontext() if self._state.setup.ranks.world == 1 else _ending_on_all_ranks(self, self._commit):
+            create(table, dim=dim, options=options, dtype=dtype, slots=slots or {}, sample=sample)
 
     def write_table(
         self,
@@ -225,7 +236,8 @@ class Transaction:
         Parameters
         ----------
         row_ids
-            int64 (n,), sorted, unique, in range (any int64 for hashed tables); rows of the whole table; not kept.
+            int64 (n,), sorted, unique, in range; rows of the whole table; not kept. For hashed tables any int64 that
+            this rank owns (`Writer.keys`).
         values
             (n, dim) in the table's dtype, not kept; the shard's columns of it where it is sharded by column. Of a
             lattice also its codes, int16 or int32: ``rint(x / scale)`` at the scale that the table has now, ``scale *

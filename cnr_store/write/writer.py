@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cnr_store.errors import BadInput, CommitStateUnknown, DoesNotApply, SaveInProgress, Unsupported, VersionExpired
+from cnr_store.errors import BadInput, CommitStateUnknown, DoesNotApply, SaveInProgress, VersionExpired
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.manifest import recorded_digest
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.segment.codes import Array, array_specs
-from cnr_store.segment.shards import Shard
+from cnr_store.segment.shards import KeyShare, Shard, shards_of
 from cnr_store.types import MAX_CHAIN, SlotsRule
 from cnr_store.write.mirrors import HeldMirrors, Mirrors
 from cnr_store.write.transaction import Transaction
@@ -106,9 +106,14 @@ class Writer:
         """The group of ranks that write together."""
         return self._state.setup.ranks
 
+    @property
+    def keys(self) -> KeyShare:
+        """What this rank owns of the keys of hashed tables: all, if it writes alone."""
+        return self._state.setup.held.keys
+
     def shards(self, tables: Iterable[str]) -> dict[str, tuple[Shard, ...]]:
-        """Return what this rank holds of the tables: the whole ones without a placement."""
-        return self._state.shards(tables)
+        """Return what this rank holds of dense tables: the whole ones without a placement."""
+        return shards_of(self._state.setup.held.placement, tables)
 
     def take_over(self) -> None:
         """Become the committer, if this writer is not yet: fence the others, and continue from what was loaded.
@@ -190,7 +195,7 @@ class Writer:
     def _load(self, outputs: Outputs, slots_rule: SlotsRule, known: HeldMirrors) -> Snapshot:
         state = self._state
         snapshot = state.snapshot_of(self.head)
-        shards = state.shards(snapshot.tables)
+        shards = state.setup.held.shards(snapshot.tables)
         wanted: dict[Shard, dict[str, Array]] = {}
         for key, arrays in outputs.items():
             shard = key if isinstance(key, Shard) else _only(key, shards.get(key, (Shard(key),)))
@@ -302,10 +307,6 @@ class Writer:
             kind = "baseline"
         if kind == "delta":
             _ = self.snapshot
-        if state.setup.held.placement is not None and state.snapshot is not None:
-            hashed = [name for name, schema in state.snapshot.tables.items() if schema.keys == "hashed"]
-            if hashed:
-                raise Unsupported(f"ranks cannot write hashed tables together, and the store has {hashed}")
         request = _BeginRequest(step, kind, base, state.snapshot is not None, self.head.record.v, uuid.uuid4().hex)
         return asdict(request)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol
@@ -30,7 +30,7 @@ from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.ranks import OneRank, Ranks, rank_zero, together
 from cnr_store.runtime.threads import Throttle, Workers
 from cnr_store.segment.reader import SegmentReader, open_chain
-from cnr_store.segment.shards import Placement, Shard, shards_of, whole_shard_of
+from cnr_store.segment.shards import KeyShare, Placement, Shard, shards_of, whole_shard_of
 from cnr_store.storage import Storage
 from cnr_store.types import Rectangle
 from cnr_store.write.mirrors import Mirrors
@@ -91,16 +91,22 @@ class Succession(Protocol):
 class RankShards:
     """What this rank holds of each table; ``shapes`` and ``cuts``: the tables' shapes and column ranges over all ranks.
 
-    Without a ``placement`` it holds every table whole.
+    Without a ``placement`` it holds every table whole. ``keys`` is what it holds of every hashed table.
     """
 
     rank: int = 0
     placement: Placement | None = None
     shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     cuts: Mapping[str, set[tuple[int, int]]] = field(default_factory=dict)
+    keys: KeyShare = field(default_factory=lambda: KeyShare(0, 1))
 
-    def one_of(self, table: str, rectangle: Rectangle | None) -> Shard:
-        """Return which of this rank's shards of a table is meant.
+    def shards(self, tables: Mapping[str, TableSchema]) -> dict[str, tuple[Shard, ...]]:
+        """Return what this rank holds of the tables."""
+        hashed = [name for name, schema in tables.items() if schema.keys == "hashed"]
+        return shards_of(self.placement, tables, hashed)
+
+    def one_of(self, table: str, schema: TableSchema | None, rectangle: Rectangle | None) -> Shard:
+        """Return which of this rank's shards of a table is meant; ``schema`` None: one that will be dense.
 
         Raises
         ------
@@ -112,7 +118,7 @@ class RankShards:
                     f"this writer holds table {table!r} whole; open it with shards= to write rectangles", table=table
                 )
             return whole_shard_of(table)[0]
-        held = shards_of(self.placement, [table])[table]
+        held = shards_of(self.placement, [table], [table] if schema and schema.keys == "hashed" else ())[table]
         chosen = [shard for shard in held if rectangle is None or shard.rectangle == rectangle]
         if len(chosen) != 1:
             raise BadInput(
@@ -185,10 +191,6 @@ class WriterState:
         return Snapshot(
             self.setup.storage, entry, self.setup.workers, known=known, opens=opens, if_missing=raise_if_expired
         )
-
-    def shards(self, tables: Iterable[str]) -> dict[str, tuple[Shard, ...]]:
-        """Return what this rank holds of the tables."""
-        return shards_of(self.setup.held.placement, tables)
 
     @property
     def head_tables(self) -> Mapping[str, TableSchema]:

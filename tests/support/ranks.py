@@ -122,3 +122,15 @@ def on_ranks(world: int, work: Callable[[ThreadRank], Any], *, timeout_s: float 
 
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(body, thread_ranks(world, timeout_s=timeout_s)))
+
+
+def outcomes(world: int, work: Callable[[ThreadRank], Any]) -> list[Any]:
+    """Return what ``work`` returned or raised on each rank."""
+
+    def body(rank: ThreadRank) -> Any:
+        try:
+            return work(rank)
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            return error
+
+    return on_ranks(world, body)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.encodings.digest import splitmix64
 from cnr_store.errors import BadInput
 from cnr_store.format.records import TableSchema
+from cnr_store.segment.shards import key_owners
 from cnr_store.types import RowIds, RowRange
 
 
@@ -53,8 +53,7 @@ def hash_shard_of(row_ids: RowIds, count: int) -> npt.NDArray[np.int64]:
     >>> hash_shard_of(np.arange(6), 3).tolist()
     [1, 2, 1, 0, 1, 2]
     """
-    ids = np.ascontiguousarray(row_ids, np.int64)
-    return (splitmix64(ids.view(np.uint64)) % np.uint64(count)).astype(np.int64)
+    return key_owners(row_ids, count, "hash")
 
 
 def is_in_shard(shard: Shard | None, row_ids: RowIds) -> npt.NDArray[np.bool_]:
