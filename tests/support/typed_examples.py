@@ -38,6 +38,7 @@ READERS_OWN = {
     "sharders": "sharders: Any",
     "device": "device: torch.device",
     "module": "module: Any",
+    "build": "def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]: raise NotImplementedError",
 }
 PREAMBLE = """\
 from collections.abc import Iterable, Iterator
