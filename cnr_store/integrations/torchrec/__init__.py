@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from cnr_store.integrations.torchrec.collisions import ManagedCollisionState
 from cnr_store.integrations.torchrec.groups import forget_process_groups
 from cnr_store.integrations.torchrec.lookups import Tracker, follow
 from cnr_store.integrations.torchrec.optimizers import unwrap
@@ -34,4 +35,13 @@ def _follow(model: nn.Module, tracker: Tracker) -> list[Handle]:
 
 register_library("torchrec", ShardingLibrary(find=_find, follow=_follow, unwrap=unwrap))
 
-__all__ = ["Sharded", "Tracker", "find_sharded", "follow", "forget_process_groups", "top_k_codecs", "unwrap"]
+__all__ = [
+    "ManagedCollisionState",
+    "Sharded",
+    "Tracker",
+    "find_sharded",
+    "follow",
+    "forget_process_groups",
+    "top_k_codecs",
+    "unwrap",
+]

@@ -28,6 +28,7 @@ try:
     from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
     from torchrec.distributed.model_parallel import get_unwrapped_module
     from torchrec.distributed.types import ShardedModule, ShardingEnv2D
+    from torchrec.modules.mc_modules import ManagedCollisionModule
     from torchrec.optim.fused import FusedOptimizer
     from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 except ImportError as error:
@@ -69,6 +70,7 @@ __all__ = [
     "FusedOptimizer",
     "KeyedOptimizer",
     "KeyedOptimizerWrapper",
+    "ManagedCollisionModule",
     "OptimizerWrapper",
     "ShardedFeatureProcessedEmbeddingBagCollection",
     "ShardedModule",

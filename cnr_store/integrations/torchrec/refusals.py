@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from cnr_store.errors import UnsupportedModule
@@ -17,6 +18,7 @@ from cnr_store.integrations.torchrec.names import (
     SHARDED_COLLECTIONS,
     EmbeddingComputeKernel,
     EmbeddingLocation,
+    ManagedCollisionModule,
     ShardedFeatureProcessedEmbeddingBagCollection,
     ShardedModule,
     ShardingEnv2D,
@@ -37,7 +39,7 @@ _KERNELS = {
 }
 _MANAGED_COLLISION = (
     "each rank has its own map of ids to rows, and evictions rewrite rows that no lookup shows; use an unsharded "
-    "ManagedCollisionCollection, or plain collections of ids that are hashed before"
+    "ManagedCollisionCollection with extras={'collisions': ManagedCollisionState(model)}, or plain collections"
 )
 _PRUNING = (
     "pruning resets rows that no lookup shows, and each rank has its own map of ids to rows; use a plain collection"
@@ -64,9 +66,15 @@ def check_module(name: str, module: nn.Module) -> None:
     ------
     UnsupportedModule
     """
+    kind = type(module).__name__
+    if isinstance(module, ManagedCollisionModule) and dist.is_initialized() and dist.get_world_size() > 1:
+        raise UnsupportedModule(
+            f"module {name!r} is a {kind}, which several ranks cannot save: each has its own map of ids to rows; train "
+            "it on one",
+            path=name, found=kind,
+        )  # fmt: skip
     if not isinstance(module, ShardedModule):
         return
-    kind = type(module).__name__
     if not isinstance(module, (*SHARDED_COLLECTIONS, ShardedFeatureProcessedEmbeddingBagCollection)):
         reason = _MODULES.get(kind, "cnr_store does not know how it looks rows up and writes them")
         raise UnsupportedModule(f"module {name!r} is a {kind}, which cannot be saved: {reason}", path=name, found=kind)

@@ -27,6 +27,7 @@ with warnings.catch_warnings():  # fbgemm's own modules warn while they are impo
         MCHManagedCollisionModule,
     )
 
+    import tests.training.torchrec.collisions as collisions
     import tests.training.torchrec.kinds as kinds
 
 import pytest
@@ -230,3 +231,9 @@ def stashed_memory(folder: Path, rank: int) -> None:
     manager.restore()
     assert_same(kinds.whole_state(restored), expected)
     manager.close()
+
+
+@refusal
+def managed_collision_on_several_ranks(folder: Path, rank: int) -> None:
+    model = collisions.Collided(DistanceLFU_EvictionPolicy(), 0)
+    check_refused(folder, model, "MCHManagedCollisionModule", "it on one")

@@ -10,6 +10,7 @@ import datetime as dt
 import json
 import logging
 import os
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,8 @@ with warnings.catch_warnings():  # fbgemm's own modules warn while they are impo
     from torchrec.distributed.types import ShardingEnv, ShardingPlan
     from torchrec.optim.keyed import CombinedOptimizer
     from torchrec.optim.warmup import WarmupOptimizer, WarmupStage
+
+    import tests.training.torchrec.collisions as collisions
 
 import pytest
 import torch
@@ -461,6 +464,12 @@ def unsharded_collections_are_plain_models(rank: int, world: int) -> None:
     for name in names:
         changed = changed_rows({"weight": before[name]}, {"weight": model.state_dict()[name]})
         assert set(taken[name].row_ids.tolist()) == changed
+
+
+@check(1)
+def unsharded_managed_collision_resumes(rank: int, world: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        collisions.check(Path(folder))
 
 
 TOP_K_TABLES = (TableSpec("t0", 30, 8, ("f0",)), TableSpec("t1", 20, 16, ("f1",)), TableSpec("t2", 9, 16, ("f0",)))
