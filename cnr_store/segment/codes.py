@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.encodings import digest, float_bits, kernels, packing, widths
+from cnr_store.encodings import digest, kernels, packing, widths
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.addresses import address_of
 from cnr_store.runtime.threads import Workers, blocks
@@ -79,7 +79,7 @@ class ArraySpec:
     def bit_shift(self) -> int:
         """Low bits that float_bits drops; only for float_bits."""
         assert isinstance(self.encoding, FloatBits)
-        return float_bits.bit_shift(self.encoding.mantissa_bits, self.dtype)
+        return widths.bit_shift(self.encoding.mantissa_bits, self.dtype)
 
     @property
     def memory_dtype(self) -> np.dtype[Any]:
@@ -89,7 +89,7 @@ class ArraySpec:
         if self.packed_bits:
             return np.dtype(np.uint8)
         if isinstance(self.encoding, FloatBits):
-            return float_bits.code_dtype(self.encoding.mantissa_bits, self.dtype)
+            return widths.code_dtype(self.encoding.mantissa_bits, self.dtype)
         return np.dtype(np.float32) if isinstance(self.encoding, Affine) else widths.carrier(self.dtype)
 
     @property
@@ -376,7 +376,7 @@ def decode_block(spec: ArraySpec, codes: Array, out: Array) -> None:
         else:
             kernels.lattice_decode(codes, spec.scale, out)
     elif isinstance(spec.encoding, FloatBits):
-        kernels.float_bits_decode(codes, spec.bit_shift, float_bits.as_bits(out, spec.dtype))
+        kernels.float_bits_decode(codes, spec.bit_shift, widths.as_bits(out, spec.dtype))
     elif not _same_memory(codes, out):
         if isinstance(spec.encoding, Raw):
             out[...] = codes

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import nn
 
-from cnr_store.encodings import float_bits
+from cnr_store.encodings import widths
 from cnr_store.errors import BadInput, TableNotFound
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.ranks import Ranks
@@ -205,7 +205,7 @@ def needs_new_schema(
         case "affine":
             return not isinstance(schema.encoding, Affine)
         case "float_bits":
-            wanted = options.mantissa_bits or float_bits.EXACT_MANTISSA_BITS[schema.dtype]
+            wanted = options.mantissa_bits or widths.EXACT_MANTISSA_BITS[schema.dtype]
             return schema.encoding != FloatBits(mantissa_bits=wanted)
         case _:
             return not isinstance(schema.encoding, Lattice)
@@ -218,8 +218,8 @@ def mirror_estimate(weight: torch.Tensor, slots: Mapping[str, torch.Tensor], opt
         case "lattice":
             per_element = 2
         case "float_bits":
-            bits = options.mantissa_bits or float_bits.EXACT_MANTISSA_BITS[dtype]
-            per_element = float_bits.code_dtype(bits, dtype).itemsize
+            bits = options.mantissa_bits or widths.EXACT_MANTISSA_BITS[dtype]
+            per_element = widths.code_dtype(bits, dtype).itemsize
         case _:
             return 0
     held = {name: slot.numel() for name, slot in slots.items() if slot.layout is torch.strided}

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.encodings import digest, float_bits, kernels, table_kernels, widths
+from cnr_store.encodings import digest, kernels, table_kernels, widths
 from cnr_store.encodings.widths import as_columns
 from cnr_store.runtime.addresses import address_of
 from cnr_store.runtime.threads import Workers
@@ -249,7 +249,7 @@ def _differences(
             )
         else:
             flag_not_finite(block, spec, flags[start:stop])
-            bits = float_bits.as_bits(block, spec.dtype)
+            bits = widths.as_bits(block, spec.dtype)
             largest, _, _, change = kernels.float_bits_delta(
                 bits, rows, held, mirror.start, spec.bit_shift, multipliers, out[start:stop], flags[start:stop]
             )

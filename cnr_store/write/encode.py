@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.encodings import affine, float_bits, kernels, packing, widths
+from cnr_store.encodings import affine, kernels, packing, widths
 from cnr_store.encodings.widths import CODE_DTYPES, as_columns, carrier
 from cnr_store.errors import BadDtype, BadInput, BadShape, NonFiniteValues
 from cnr_store.runtime.threads import Workers
@@ -134,7 +134,7 @@ def scan_block(spec: ArraySpec, values: Array, out: Array | None, flags: npt.NDA
         return int(kernels.lattice_encode(floats, spec.scale, out, flags)[0])
     flag_not_finite(block, spec, flags)
     if out is not None and spec.is_integer:
-        kernels.float_bits_encode(float_bits.as_bits(block, spec.dtype), spec.bit_shift, out, np.zeros_like(flags))
+        kernels.float_bits_encode(widths.as_bits(block, spec.dtype), spec.bit_shift, out, np.zeros_like(flags))
     return 0
 
 

@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.encodings import affine, float_bits
+from cnr_store.encodings import affine, widths
 from cnr_store.encodings.choose import choose_greedy, expected_bits
-from cnr_store.encodings.float_bits import EXACT_MANTISSA_BITS
 from cnr_store.encodings.lattice import LARGEST_SCALE, SMALLEST_SCALE
 from cnr_store.encodings.sampling import RowSample
 from cnr_store.encodings.scale import ScaleChoice, measure_scale
-from cnr_store.encodings.widths import to_float32
+from cnr_store.encodings.widths import EXACT_MANTISSA_BITS, to_float32
 from cnr_store.errors import BadDtype, BadInput, BadShape
 from cnr_store.format.limits import MAX_DIM, MAX_ELEMENTS, MAX_SLOTS
 from cnr_store.format.records import SlotSchema, TableSchema
@@ -131,7 +130,7 @@ def check_options(table: str, options: TableOptions, dtype: TableDtype) -> None:
     try:
         check_used(options, (name,))
         if options.mantissa_bits is not None:
-            float_bits.bit_shift(options.mantissa_bits, dtype)
+            widths.bit_shift(options.mantissa_bits, dtype)
     except BadInput as error:
         raise BadInput(f"table {table!r} is {dtype}: {error}", table=table, found=error.found) from None
 
@@ -154,9 +153,9 @@ def choose_encoding(
     if name == "raw":
         return Raw()
     if name == "float_bits":
-        exact = float_bits.EXACT_MANTISSA_BITS[dtype]
+        exact = widths.EXACT_MANTISSA_BITS[dtype]
         bits = exact if options.mantissa_bits is None else options.mantissa_bits
-        float_bits.bit_shift(bits, dtype)
+        widths.bit_shift(bits, dtype)
         return FloatBits(mantissa_bits=bits)
     if name == "affine":
         width = asked_bits(options)

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from trainee import Trainee, TrainingState
 
 from cnr_store import CompactionPolicy, Store, TableOptions
-from cnr_store.encodings.float_bits import EXACT_MANTISSA_BITS
+from cnr_store.encodings.widths import EXACT_MANTISSA_BITS
 from cnr_store.maintenance.compaction.plan import DEFAULT_POLICY
 from cnr_store.maintenance.maintain import compact
 from cnr_store.training import CheckpointManager, SavePolicy, StoreOptions, TrackingOptions

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cnr_store.encodings import float_bits, kernels, row_kernels
+from cnr_store.encodings import kernels, row_kernels, widths
 from cnr_store.encodings.digest import column_multipliers
 from cnr_store.errors import BadDtype, BadInput
 from cnr_store.types import TableDtype
@@ -126,7 +126,7 @@ def test_codes_of_seven_bits_fit_int16_and_of_eight_do_not() -> None:
 
     assert float_bits_codes(values, 7).dtype == np.int16
     np.testing.assert_array_equal(float_bits_floats(float_bits_codes(values, 7), 7), values)
-    assert float_bits.code_dtype(8) == np.int32
+    assert widths.code_dtype(8) == np.int32
 
 
 def test_nan_is_marked_with_its_row_below_23_bits() -> None:
@@ -164,7 +164,7 @@ def test_bfloat16_codes_equal_the_seven_bit_codes_of_the_widened_floats() -> Non
 )
 def test_mantissa_bits_that_the_dtype_has_not_are_refused(mantissa_bits: int, dtype: TableDtype) -> None:
     with pytest.raises(BadInput, match="mantissa_bits"):
-        float_bits.bit_shift(mantissa_bits, dtype)
+        widths.bit_shift(mantissa_bits, dtype)
 
 
 def test_the_wrong_carrier_is_refused() -> None:

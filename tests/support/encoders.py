@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.encodings import float_bits, kernels
+from cnr_store.encodings import kernels, widths
 from cnr_store.encodings.affine import row_errors
 from cnr_store.encodings.choose import choose_greedy
 from cnr_store.encodings.widths import FloatBlock, as_columns, carrier, narrowest
@@ -30,11 +30,11 @@ def lattice_floats(codes: Codes, scale: float) -> Float32s:
 
 
 def float_bits_codes(values: FloatBlock, mantissa_bits: int, dtype: TableDtype = "float32") -> Codes:
-    """The codes of a block without NaN, or exact, (n, d) or (n,), in `float_bits.code_dtype`."""
+    """The codes of a block without NaN, or exact, (n, d) or (n,), in `widths.code_dtype`."""
     block: npt.NDArray[Any] = np.ascontiguousarray(values)
-    bits = float_bits.as_bits(block, dtype)
-    codes: Codes = np.empty(bits.shape, float_bits.code_dtype(mantissa_bits, dtype))
-    shift = float_bits.bit_shift(mantissa_bits, dtype)
+    bits = widths.as_bits(block, dtype)
+    codes: Codes = np.empty(bits.shape, widths.code_dtype(mantissa_bits, dtype))
+    shift = widths.bit_shift(mantissa_bits, dtype)
     _, first_bad = kernels.float_bits_encode(bits, shift, codes, np.zeros(len(bits), np.uint8))
     assert first_bad < 0
     return codes.reshape(values.shape)
@@ -42,8 +42,8 @@ def float_bits_codes(values: FloatBlock, mantissa_bits: int, dtype: TableDtype =
 
 def float_bits_floats(codes: Codes, mantissa_bits: int, dtype: TableDtype = "float32") -> FloatBlock:
     out: FloatBlock = np.empty(codes.shape, carrier(dtype))
-    shift = float_bits.bit_shift(mantissa_bits, dtype)
-    kernels.float_bits_decode(as_columns(np.ascontiguousarray(codes)), shift, float_bits.as_bits(out, dtype))
+    shift = widths.bit_shift(mantissa_bits, dtype)
+    kernels.float_bits_decode(as_columns(np.ascontiguousarray(codes)), shift, widths.as_bits(out, dtype))
     return out
 
 

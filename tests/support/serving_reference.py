@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.encodings import float_bits
+from cnr_store.encodings import widths
 from cnr_store.segment.codes import ArraySpec
 from cnr_store.serving.rows.fused_kernels import fused_row_bytes
 from cnr_store.serving.rows.gather import ABSENT_PLACE, Places
@@ -82,7 +82,7 @@ def add_reference(spec: ArraySpec, values: Array, differences: Array) -> Array |
             return None
         return np.float32(spec.scale) * codes.astype(np.float32)
     width = 32 if values.itemsize == 4 else 16
-    bits = float_bits.as_bits(np.ascontiguousarray(values), spec.dtype)
+    bits = widths.as_bits(np.ascontiguousarray(values), spec.dtype)
     known, _ = float_codes(bits, spec.bit_shift)
     codes = known.astype(np.int64) + moved
     if spec.memory_dtype == np.int32:

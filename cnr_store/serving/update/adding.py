@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.encodings import float_bits
+from cnr_store.encodings import widths
 from cnr_store.runtime.jit import njit
 from cnr_store.segment.codes import ArraySpec
 from cnr_store.serving.rows.fences import prefetch
@@ -115,7 +115,7 @@ def add_to_values(spec: ArraySpec, base: Array, positions: Positions, difference
     if isinstance(spec.encoding, Lattice):
         return int(lattice_add(base, positions, differences, spec.scale, out))
     wraps = bool(spec.memory_dtype == np.int32)
-    bits, into = float_bits.as_bits(base, spec.dtype), float_bits.as_bits(out, spec.dtype)
+    bits, into = widths.as_bits(base, spec.dtype), widths.as_bits(out, spec.dtype)
     return int(float_bits_add(bits, positions, differences, spec.bit_shift, wraps, into))
 
 

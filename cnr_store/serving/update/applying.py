@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.encodings import float_bits, kernels, row_kernels
+from cnr_store.encodings import kernels, row_kernels, widths
 from cnr_store.encodings.widths import carrier
 from cnr_store.errors import BadRowIds, CorruptStore
 from cnr_store.format.records import PartEntry
@@ -401,7 +401,7 @@ def _codes_of(spec: ArraySpec, kind: RowKind, rows: Array, status: Array) -> Arr
     else:
         known = np.empty(coded.shape, spec.memory_dtype)
         kernels.float_bits_encode(
-            float_bits.as_bits(coded, spec.dtype), spec.bit_shift, known, np.zeros(len(coded), np.uint8)
+            widths.as_bits(coded, spec.dtype), spec.bit_shift, known, np.zeros(len(coded), np.uint8)
         )
         codes[status == CODED] = known
     return codes
