@@ -5,6 +5,9 @@ with Adagrad's state per element, and a dense layer of which each has a copy. A 
 rank 1 begins anew and the others survive, and for comparison all begin anew. Bytes are those that the processes read,
 wire bytes of the dense state not among them.
 
+``peers``: the same on SeaweedFS behind a link of 1 Gbit/s; the rows of rank 1 come from a peer's memory (`PeerCopies`),
+and for comparison from the store. Ranks send to each other over loopback, without a link.
+
 ``quality``: small models are trained on clicks in time order. At 1, 3 or 20 steps, each half way between two of 20
 saves, a quarter of the rows of each table and their slots become what they were at the last save, the rest goes on
 (CPR, MLSys 2021). This is done in memory, in one process: an exact store gives back these bits. A full restore trains
@@ -17,6 +20,8 @@ import argparse
 import math
 import statistics
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +30,19 @@ import torch
 import torch.distributed as dist
 from click_cases import Source, load, real_sources
 from harness import Report, arguments, data_folder
+from places import seaweed
 from restored_runs import SAVES, Quality, judge, prepared, schedule
 from torch import nn
 from wire_ranks import WORLD, on_ranks
 
 from cnr_store import TableOptions
 from cnr_store.communication import PartialSums
-from cnr_store.training import CheckpointManager, SavePolicy, StoreOptions, Survivor
+from cnr_store.training import CheckpointManager, PeerCopies, SavePolicy, StoreOptions, Survivor
 from cnr_store_tools.demo.model import SmallDLRM
 from cnr_store_tools.demo.train import predict, train_step
 
 DIM, BATCH, DELTAS = 64, 4096, 3
-GOAL = 0.3
+GOAL, PEER_GOAL = 0.3, 0.2
 RECOVERIES = (1, 3, 20)
 
 
@@ -53,11 +59,14 @@ class Training:
         self.options = TableOptions(bits=bits) if bits else TableOptions.exact()
         self.rows = rows
 
-    def manager(self, url: str) -> CheckpointManager:
+    def manager(
+        self, url: str, storage_options: Mapping[str, Any] | None = None, peers: PeerCopies | None = None
+    ) -> CheckpointManager:
         """Return a new manager of this training; all ranks call it."""
         return CheckpointManager(
             url, model=self.model, optimizer=self.optimizer, options=self.options,
-            save_policy=SavePolicy(rng=False), store_options=StoreOptions(threads=1),
+            save_policy=SavePolicy(rng=False),
+            store_options=StoreOptions(threads=1, storage_options=storage_options, peers=peers),
         )  # fmt: skip
 
     def step(self, number: int) -> None:
@@ -106,6 +115,44 @@ def recover(folder: str, rows: int, bits: int, repeats: int) -> dict[str, list[l
         manager.restore(survivor=survivor)
         took = time.perf_counter() - started
         found[name].append([took, *sum_over_ranks(time.process_time() - cpu, read_bytes() - before)])
+        training.step(DELTAS + 2)
+        manager.step()
+    manager.close()
+    return {name: taken[1:] for name, taken in found.items()}
+
+
+def recover_from_peers(
+    url: str, storage_options: dict[str, Any], rows: int, bits: int, repeats: int
+) -> dict[str, list[list[float]]]:
+    """Return, by where the rows of rank 1 come from, the seconds and CPU seconds of each recovery of all ranks.
+
+    And the bytes that came from a peer, that a rank keeps for others, and that its mirrors take.
+    """
+    training, peers = Training(rows, bits), PeerCopies(memory_bytes=4 << 30)
+    manager = training.manager(url, storage_options, peers)
+    for number in range(DELTAS + 1):
+        training.step(number)
+        manager.step()
+        manager.save()
+    sizes = [float(manager.peer_nbytes), float(manager.mirror_nbytes)]
+    training.step(DELTAS + 1)
+    manager.step()
+    found: dict[str, list[list[float]]] = {"peer": [], "store": []}
+    kept: Any = None
+    for name in ["peer", "store"] * (repeats + 1):  # a first round warms up
+        survivor: Survivor | None = manager.survivor()
+        assert survivor is not None
+        kept = survivor.copies if kept is None else kept
+        survivor = replace(survivor, copies=kept if name == "peer" else {})
+        if dist.get_rank() == 1:
+            training, survivor = Training(rows, bits), None
+        manager = training.manager(url, storage_options, peers)
+        dist.barrier()
+        cpu, started = time.process_time(), time.perf_counter()
+        restored = manager.restore(survivor=survivor)
+        took = time.perf_counter() - started
+        assert restored is not None
+        found[name].append([took, *sum_over_ranks(time.process_time() - cpu, restored.peer_bytes), *sizes])
         training.step(DELTAS + 2)
         manager.step()
     manager.close()
@@ -186,7 +233,29 @@ def bench_cost(report: Report, options: argparse.Namespace) -> None:
     report.table("One recovery of all ranks", ("stored", "way", "s", "CPU s", "MB read"), table)
 
 
-SECTIONS = {"cost": bench_cost, "quality": bench_quality}
+def bench_peers(report: Report, options: argparse.Namespace) -> None:
+    """Time and CPU of a recovery whose rows come from a peer against one from SeaweedFS at 1 Gbit/s."""
+    table = []
+    with data_folder(options.folder) as folder, seaweed(folder, 1.0) as place:
+        for name, bits in (("8 bits", 8), ("exact", 0)):
+            found = on_ranks(
+                WORLD, "bench_recovery", "recover_from_peers", place.new(), dict(place.options), options.rows, bits,
+                options.repeats,
+            )  # fmt: skip
+            for at, what in enumerate(("time", "CPU")):
+                pairs = [peer[at] / store[at] for peer, store in zip(found["peer"], found["store"], strict=True)]
+                report.add(
+                    f"{what}, from a peer / from SeaweedFS at 1 Gbit/s, {name}", statistics.median(pairs),
+                    goal=PEER_GOAL if what == "time" else None, low=min(pairs), high=max(pairs),
+                )  # fmt: skip
+            for way, taken in found.items():
+                took, cpu, *sizes = (statistics.median(column) for column in zip(*taken, strict=True))
+                table.append((name, way, took, cpu, *(size / 1e6 for size in sizes)))
+    columns = ("stored", "rows from", "s", "CPU s", "MB from a peer", "MB kept for a peer", "MB of mirrors")
+    report.table("One recovery of all ranks; rank 0's memory", columns, table)
+
+
+SECTIONS = {"peers": bench_peers, "cost": bench_cost, "quality": bench_quality}
 
 
 def main() -> None:
