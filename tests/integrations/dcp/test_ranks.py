@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests.integrations.dcp import torch_contract  # noqa: F401 - registers its scenarios
 from tests.integrations.dcp.scenarios import SCENARIOS
 from tests.support.launcher import Launcher, Program
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.integrations.dcp import torch_contract  # noqa: F401 - registers its scenarios
 from tests.integrations.dcp.scenarios import SCENARIOS, Place
 
 WORLDS = (1, 2, 4, 2, 1)
