@@ -48,7 +48,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "communication": "errors types runtime",  # never a store
         "training": "errors types format runtime storage encodings log segment read write store maintenance "
         "communication",
-        "integrations": "errors types format runtime storage read write store transfer serving training communication",
+        "integrations": "errors types format runtime storage segment read write store transfer serving training "
+        "changes communication",
         # The face of the library: whatever loads no torch.
         "__init__": "errors types format runtime encodings log segment read write store maintenance transfer",
     }.items()

@@ -22,7 +22,7 @@ from tests.training.ranks.scenarios import SCENARIOS, Place
 
 WORLDS = {1: (4, 2), 2: (2, 1), 3: (4, 2)}
 """By round: the numbers of ranks, one after the other; the first is how many processes there are. 3 is the soak."""
-MODULES = ("sharded", "copies", "failing", "readers")
+MODULES = ("sharded", "copies", "failing", "readers", "growing")
 
 
 def load() -> None:
