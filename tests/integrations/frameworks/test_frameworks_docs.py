@@ -42,9 +42,8 @@ def launcher() -> Iterator[Launcher]:
 
 
 def example(name: str) -> Program:
-    text = (
-        EXAMPLES[list(READERS_OWN).index(name)].replace("s3://bucket/", "").replace("every_steps=100", "every_steps=5")
-    )
+    at = -1 if name == "evaluation" else list(READERS_OWN).index(name)
+    text = EXAMPLES[at].replace("s3://bucket/", "").replace("every_steps=100", "every_steps=5")
     return Program(["-c", "\n".join([LOADER, READERS_OWN[name], text, STEPS])])
 
 
