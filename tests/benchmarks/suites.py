@@ -36,6 +36,7 @@ SUITES = (
     Suite("frequency", "bench_frequency.py", "saves per hour that a training can afford, a save after every step"),
     Suite("models", "bench_models.py", "saves of models with 26 to 1,000 tables"),
     Suite("growth", "bench_growth.py", "what grows with rows, versions, tables and writers"),
+    Suite("keys", "bench_keys.py", "tables that grow by key, beside 8-bit rows in Parquet"),
     Suite("plan", "bench_plan.py", "a large model on many GPUs, computed from measured rates"),
     Suite("wire", "bench_wire.py", "fewer bytes between ranks: what they cost in quality and CPU time"),
     Suite("encode", "bench_delta.py", "encoding and committing a delta"),
