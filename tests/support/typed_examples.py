@@ -38,12 +38,26 @@ READERS_OWN = {
     "sharders": "sharders: Any",
     "device": "device: torch.device",
     "module": "module: Any",
+    "rows": "rows: npt.NDArray[np.float32]",
+    "state": "state: npt.NDArray[np.float32]",
+    "keys": "keys: npt.NDArray[np.int64]",
+    "mine": "mine: npt.NDArray[np.int64]",
+    "evicted": "evicted: npt.NDArray[np.int64]",
+    "step": "step: int",
+    "dense": "dense: dict[str, npt.NDArray[Any]]",
+    "adapter": "adapter: Any",
+    "ranks": "ranks: Any",
+    "group": "group: int",
+    "stepper": "stepper: Any",
+    "replicas": "replicas: Any",
     "build": "def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]: raise NotImplementedError",
 }
 PREAMBLE = """\
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.utils.data
 from torchdata.stateful_dataloader import StatefulDataLoader
