@@ -140,7 +140,8 @@ class Snapshot:
         return dict(self.readers[-1].manifest.tables) if self.readers else {}
 
     def __repr__(self) -> str:
-        names = f"{len(self.tables)} tables" if self._readers is not None else "not opened"
+        count = len(self.tables) if self._readers is not None else None
+        names = "not opened" if count is None else f"{count} table{'s' if count != 1 else ''}"
         return f"<Snapshot version {self.version}, step {self.step}, {names}>"
 
     def _repr_html_(self) -> str:
