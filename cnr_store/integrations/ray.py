@@ -61,9 +61,13 @@ class RayPool:
             ) from error
 
     def stop(self, pending: set[Any]) -> None:
-        """Cancel pending tasks; the cluster keeps running."""
-        for reference in pending:
-            self._ray.cancel(reference)
+        """Wait for pending tasks, never more than run at once; the cluster keeps running. Blocks.
+
+        They are not cancelled: Ray 2 aborts this process if a task ends in the moment in which it is cancelled. What
+        they write is kept for the next run.
+        """
+        if pending:
+            self._ray.wait(list(pending), num_returns=len(pending))
 
 
 def _connected_ray() -> Any:
