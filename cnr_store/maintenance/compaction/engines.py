@@ -52,7 +52,7 @@ class WorkerPool(Protocol):
         ...
 
     def stop(self, pending: set[Any]) -> None:
-        """Cancel pending tasks and release the workers. Blocks."""
+        """Cancel pending tasks, or wait for those that run, and release the workers. Blocks."""
         ...
 
 
