@@ -14,11 +14,15 @@ REQUESTS = ("list", "get", "create", "put", "delete")
 
 
 class CountingStorage(LocalStorage):
-    """Counts `REQUESTS` in ``counts``; a listing of a folder is one, deletions are counted by object."""
+    """Counts `REQUESTS` in ``counts``; a listing of a folder is one, deletions are counted by object.
+
+    ``reads``: key and bytes of each GET.
+    """
 
     def __init__(self, root: str, *, fsync: bool = False) -> None:
         super().__init__(root, fsync=fsync)
         self.counts: Counter[str] = Counter()
+        self.reads: list[tuple[str, int]] = []
         self._lock = threading.Lock()
 
     def take(self) -> Counter[str]:
@@ -27,9 +31,18 @@ class CountingStorage(LocalStorage):
             counts, self.counts = self.counts, Counter()
         return counts
 
+    def take_reads(self) -> list[tuple[str, int]]:
+        """Return key and bytes of each GET since the last call."""
+        with self._lock:
+            reads, self.reads = self.reads, []
+        return reads
+
     def read(self, key: str, *, start: int | None = None, stop: int | None = None) -> bytes | None:
         self._count("get")
-        return super().read(key, start=start, stop=stop)
+        data = super().read(key, start=start, stop=stop)
+        with self._lock:
+            self.reads.append((key, 0 if data is None else len(data)))
+        return data
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         self._count("put")

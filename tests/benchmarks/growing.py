@@ -157,13 +157,15 @@ def large_table(folder: str, rows: int, touched: int, repeats: int) -> dict[str,
 class Trained:
     """Embedding bags in training, as many touched rows spread over so many of them, saved by a `CheckpointManager`.
 
-    ``stall_s``: seconds of the training thread's CPU time in which each save copied its rows.
+    ``stall_s``: seconds of the training thread's CPU time in which each save copied its rows; ``background_s``: CPU
+    seconds of all threads from then until it was committed.
     """
 
     def __init__(self, folder: Path, bags: int, touched: int, optimizer: type[torch.optim.Optimizer]) -> None:
         torch.manual_seed(0)
         torch.sparse.check_sparse_tensor_invariants.disable()  # as they are, said aloud: else Adagrad's step warns
         self.stall_s: list[float] = []
+        self.background_s: list[float] = []
         self._rows, self._touched = 10 * touched // bags, touched // bags
         self._bags = torch.nn.ModuleList(
             torch.nn.EmbeddingBag(self._rows, DIM, mode="sum", sparse=True) for _ in range(bags)
@@ -179,10 +181,23 @@ class Trained:
     def save(self) -> None:
         """Train on new rows, and save them."""
         self._train()
-        started = time.thread_time()
+        started, cpu = time.thread_time(), time.process_time()
         self._manager.save(wait=False)
         self.stall_s.append(time.thread_time() - started)
         self._manager.wait_until_finished()
+        self.background_s.append(time.process_time() - cpu - self.stall_s[-1])
+
+    def reads_of_restore(self) -> list[tuple[str, int]]:
+        """Close, and restore with another manager; returns key and bytes of each of its GETs."""
+        self.close()
+        storage = CountingStorage(self._store.url)
+        with Store.open_on(storage) as store:
+            manager = CheckpointManager(store, model=self._bags, optimizer=self._optimizer)
+            storage.take_reads()
+            manager.restore()
+            reads = storage.take_reads()
+            manager.close()
+        return reads
 
     def _train(self) -> None:
         looked_up = [bag(torch.randperm(self._rows)[: self._touched].view(1, -1)).sum() for bag in self._bags]

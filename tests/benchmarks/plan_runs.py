@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from counting import REQUESTS, CountingStorage
 from drifting import DRIFT, WIDTH
-from growing import on_ranks
-from plan_model import Rates, Workload, id_bits
+from growing import Trained, on_ranks
+from plan_model import FixedCosts, Rates, Workload, id_bits
 
 from cnr_store import Store, TableOptions
 from cnr_store.encodings.scale import choose_scale
 from cnr_store.format.documents import pack
-from cnr_store.format.layout import segment_prefix
+from cnr_store.format.layout import MANIFEST, segment_prefix
 from cnr_store.format.records import Manifest, Receipt
 from cnr_store.format.sizes import SegmentSizes, segment_sizes
+from cnr_store.relay import Relay
+from cnr_store.segment.codes import Array
+from cnr_store.serving import Loader, LoaderOptions
+from cnr_store.training.ranks import ProcessRanks
 from cnr_store.types import AffineBits, Precision, Rectangle, RowIds
+from cnr_store.write.mirrors import HeldMirrors
 from cnr_store.write.policy import CheckpointSize, Decision, Policy, decide
 from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.transaction import Transaction
@@ -85,10 +93,17 @@ class ChangingRows:
 
 
 class Run:
-    """Saves of one workload from several writers, threads of this process that hold equal parts of each table."""
+    """Saves of one workload from several writers, threads of this process that hold equal parts of each table.
 
-    def __init__(self, folder: Path, policy: Policy, work: Workload, writers: int, bits: AffineBits) -> None:
+    ``after`` is called after each save.
+    """
+
+    def __init__(
+        self, folder: Path, policy: Policy, work: Workload, writers: int, bits: AffineBits,
+        after: Callable[[], object] | None = None,
+    ) -> None:  # fmt: skip
         self.saves: list[Measured] = []
+        self._after = after
         self._folder, self._policy, self._work, self._writers = folder, policy, work, writers
         Store.create(str(folder), fsync=False).close()
         self._storage = CountingStorage(str(folder))
@@ -112,6 +127,35 @@ class Run:
         share = self._work.num_rows // self._work.tables // self._writers
         return Rectangle((rank * share, (rank + 1) * share), (0, self._work.dim))
 
+    def recover(self, lost: set[int]) -> list[Carried]:
+        """Replace writers; returns what each of all reads to have its rows and mirrors, or to keep its mirrors."""
+        kept = {} if len(lost) == self._writers else dict(enumerate(on_ranks(self._writers, self._mirrors)))
+
+        def restored(rank: ThreadRank) -> Carried:
+            storage = CountingStorage(str(self._folder))
+            mine = self._mine(rank.rank)
+            rows = mine.rows[1] - mine.rows[0]
+            outputs: dict[str, dict[str, Array]] = {
+                table: {"values": np.zeros((rows, self._work.dim), np.float32), "momentum1": np.zeros(rows, np.float32)}
+                for table in self._tables
+            }
+            with (
+                Store.open_on(storage) as store,
+                store.writer(ranks=rank, shards={table: [mine] for table in self._tables}) as writer,
+            ):
+                carried(storage)
+                is_lost = rank.rank in lost
+                writer.restore(outputs if is_lost else None, held=None if is_lost else kept[rank.rank])
+                return carried(storage)
+
+        return on_ranks(self._writers, restored)
+
+    def _mirrors(self, rank: ThreadRank) -> HeldMirrors:
+        placement = {table: [self._mine(rank.rank)] for table in self._tables}
+        with Store.open_on(self._storage) as store, store.writer(ranks=rank, shards=placement) as writer:
+            writer.restore()
+            return writer.mirrors.held()
+
     def _save_all(self, rank: ThreadRank) -> None:
         mine = self._mine(rank.rank)
         placement = {table: [mine] for table in self._tables}
@@ -131,6 +175,8 @@ class Run:
                 rank.exchange(b"")
                 if rank.rank == 0:
                     self._keep(writer, decision, time.perf_counter() - started, time.process_time() - cpu)
+                    if self._after is not None:
+                        self._after()
                 rank.exchange(b"")
 
     def _write(self, txn: Transaction, mine: Rectangle, *, anew: bool) -> None:
@@ -169,6 +215,97 @@ class Run:
                 sum(counts[kind] for kind in REQUESTS), seconds, cpu_s,
             )
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What somebody asked a storage for, by kind of request, and the bytes that it read."""
+
+    counts: Counter[str]
+    read_bytes: int
+
+
+def carried(storage: CountingStorage) -> Carried:
+    """Return what a storage was asked for since the last call."""
+    return Carried(storage.take(), sum(size for _, size in storage.take_reads()))
+
+
+class FarAway:
+    """A relay of the store in a folder, and a loader behind it: what each asks for, version by version."""
+
+    def __init__(self, source: Path, near: Path) -> None:
+        self.relay: list[tuple[Carried, Carried]] = []
+        self.loader: list[Carried] = []
+        self._storages = [CountingStorage(str(source)), CountingStorage(str(near)), CountingStorage(str(near))]
+        self._store = Store.open_on(self._storages[0])
+        self._relay = Relay(self._store, self._storages[1], fsync=False)
+        self._serving: Loader | None = None
+
+    def follow(self) -> None:
+        """Copy what is new, and serve it; kept are the requests from the second version on."""
+        self._take()
+        self._relay.advance()
+        if self._serving is None:
+            self._serving = Loader(Store.open_on(self._storages[2]), options=LoaderOptions(kept_as="codes"))
+            self._take()
+            return
+        assert self._serving.poll().is_updated
+        source, near, loader = self._take()
+        self.relay.append((source, near))
+        self.loader.append(loader)
+
+    def close(self) -> None:
+        """End relay and loader."""
+        if self._serving is not None:
+            self._serving.close()
+            self._serving.store.close()
+        self._store.close()
+
+    def _take(self) -> list[Carried]:
+        return [carried(one) for one in self._storages]
+
+
+MANY_TABLES = 33
+
+
+def measure_fixed(folder: Path, saves: int = 9) -> FixedCosts:
+    """Measure what a `CheckpointManager` takes for a save of few rows of 1 and of 33 tables with Adagrad; blocks."""
+    found = []
+    for tables in (1, MANY_TABLES):
+        trained = Trained(folder, tables, 32 * MANY_TABLES, torch.optim.Adagrad)
+        for _ in range(saves + 2):  # the first ones warm up
+            trained.save()
+        trained.close()
+        found.append([statistics.median(seconds[2:]) for seconds in (trained.stall_s, trained.background_s)])
+    (stall, background), many = found
+    stall_table, background_table = (max(0.0, b - a) / (MANY_TABLES - 1) for a, b in zip(found[0], many, strict=True))
+    return FixedCosts(
+        max(0.0, stall - stall_table), stall_table, max(0.0, background - background_table), background_table
+    )
+
+
+def restored_documents(folder: Path) -> tuple[float, float]:
+    """Return how often a rank reads each manifest in a restore, and its other GETs of documents."""
+    trained = Trained(folder, 2, 64, torch.optim.Adagrad)
+    for _ in range(3):
+        trained.save()
+    keys = [key for key, _ in trained.reads_of_restore() if "/c/" not in key]
+    manifests = [key for key in keys if key.endswith(MANIFEST)]
+    return len(manifests) / len(set(manifests)), len(keys) - len(manifests)
+
+
+def peer_bytes_s(size_bytes: int = 64 << 20, repeats: int = 5) -> float:
+    """Return the bytes per second from this rank to another one by the messages of copies; both ranks call it."""
+    ranks = ProcessRanks()
+    data = np.ones(size_bytes, np.uint8)
+    seconds = []
+    for _ in range(repeats):
+        ranks.exchange(b"")
+        started = time.perf_counter()
+        ranks.transfer([(1, data)] if ranks.rank == 0 else [], [(0, data)] if ranks.rank == 1 else [])
+        ranks.exchange(b"")
+        seconds.append(time.perf_counter() - started)
+    return size_bytes / statistics.median(seconds)
 
 
 def _receipt_bytes(manifest: Manifest) -> int:
