@@ -18,6 +18,7 @@ from __future__ import annotations
 from cnr_store.training.background import SaveReport
 from cnr_store.training.carrying_reader import CarriedBatch, CarryingReader
 from cnr_store.training.checkpoint_manager import CheckpointManager
+from cnr_store.training.dynamic_tables import DynamicTable, DynamicTables, KeyChanges, KeyedRows
 from cnr_store.training.granted_reader import GrantedReader
 from cnr_store.training.loading import RestoredState, load
 from cnr_store.training.options import PeerCopies, PrecisionPolicy, SavePolicy, StoreOptions, TrackingOptions
@@ -36,6 +37,10 @@ __all__ = [
     "PrecisionPolicy",
     "StoreOptions",
     "PeerCopies",
+    "DynamicTable",
+    "DynamicTables",
+    "KeyedRows",
+    "KeyChanges",
     "RestoredState",
     "Survivor",
     "load",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
@@ -21,6 +21,7 @@ from cnr_store.format.document_tree import EncodedTree
 from cnr_store.runtime.notebook import ShownReport
 from cnr_store.runtime.threads import background_cpu_s
 from cnr_store.segment.shards import Shard
+from cnr_store.training.dynamic_tables import StagedKeys
 from cnr_store.training.precision.rate_control import ScaleChange
 from cnr_store.training.tensors import TensorRows, as_array, flat_rows
 from cnr_store.types import RowIds
@@ -137,7 +138,7 @@ class SaveJob:
     ``fixed`` encodes the documents that no training step changes, by name: the background has time for it.
     ``shards`` are those that this rank writes; ``taken``, ``row_ids`` (of the whole table), ``whole`` and the staging
     go by their names, too. ``declares``: whether tables, of any rank, are stored anew. ``read``: what was read of them
-    before.
+    before. ``keyed``: what is written of dynamic tables.
     """
 
     transaction: Transaction
@@ -150,6 +151,7 @@ class SaveJob:
     fixed: Mapping[str, Callable[[], EncodedTree]] = field(default_factory=dict)
     declares: bool = False
     read: LiveRead | None = None
+    keyed: Sequence[StagedKeys] = ()
     stall_s: float = 0.0
     wait_s: float = 0.0
     encode_s: float = 0.0
@@ -161,7 +163,8 @@ class SaveJob:
         """Rows that this rank writes."""
         touched = sum(len(row_ids) for name, row_ids in self.row_ids.items() if name not in self.read_shards)
         whole = {**self.read_shards, **self.whole}
-        return touched + sum(one.weight.shape[0] for one in whole.values())
+        by_key = sum(len(one.rows.keys) for one in self.keyed)
+        return touched + by_key + sum(one.weight.shape[0] for one in whole.values())
 
     @property
     def read_shards(self) -> Mapping[str, WholeShard]:
@@ -220,6 +223,8 @@ def _write_and_commit(job: SaveJob) -> None:
                 shard = job.shards[name]
                 updates.append(RowUpdate(shard.table, row_ids, values, slots, rectangle=shard.rectangle))
         transaction.write_many(updates)
+        for one_table in job.keyed:
+            one_table.put(transaction)
         job.encode_s = time.perf_counter() - started + (job.read.read_s if job.read else 0.0)
         waited_s = job.stall_s + (job.encode_s if job.whole else 0.0)  # for whole tables the training is still waiting
         transaction.note({"timing": {"stall_s": round(waited_s, 6), "encode_s": round(job.encode_s, 6)}})

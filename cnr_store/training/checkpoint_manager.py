@@ -112,7 +112,7 @@ class CheckpointManager:
         store_options: StoreOptions = StoreOptions(),  # noqa: B008 (frozen)
     ) -> None:
         schedule = new_schedule(every_steps, save_policy, time.monotonic())
-        ranks = _checked_ranks(store, reader, extras or {}, save_policy, store_options)
+        ranks = _checked_ranks(store, reader, extras or {}, save_policy, tracking, store_options)
         self._policy, self._is_closed = save_policy, False
         self._training = training = watch_training(
             model, optimizer, reader, extras or {}, communication, options, ranks,
@@ -321,8 +321,8 @@ class CheckpointManager:
 
         Raises
         ------
-        BadInput, BadRowIds
-            Which rows changed is not known: restore without it.
+        BadInput, BadRowIds, Unsupported
+            Which rows changed is not known, or there are dynamic tables: restore without it.
         """
         self._check_open()
         self._stop.close()
@@ -446,7 +446,7 @@ class CheckpointManager:
 
 def _checked_ranks(
     store: str | Store, reader: Stateful | None, extras: Mapping[str, Stateful], save_policy: SavePolicy,
-    store_options: StoreOptions,
+    tracking: TrackingOptions, store_options: StoreOptions,
 ) -> Ranks:  # fmt: skip
     """Return the ranks of a manager with these options.
 
@@ -461,6 +461,12 @@ def _checked_ranks(
         check_stateful("reader", reader)
     for name, extra in extras.items():
         check_stateful(f"extras[{name!r}]", extra)
+    if tracking.dynamic_tables and save_policy.policy in ("one_shot", "intermittent"):
+        raise BadInput(
+            f"policy={save_policy.policy!r} needs all keys that changed since the baseline, and dynamic tables know "
+            'those since the last save; use "consecutive" or "baseline"',
+            found=save_policy.policy,
+        )
     ranks = ranks_of_this_training() if store_options.ranks is None else store_options.ranks
     if save_policy.every_seconds is not None and ranks.world > 1:
         raise BadInput(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from cnr_store.encodings import scale
 from cnr_store.errors import BadInput
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.training.communication_state import checked_communication
+from cnr_store.training.dynamic_tables import DynamicTable, DynamicTables, StagedKeys, give_back_changes
 from cnr_store.training.kept_plan import KeptPlan
 from cnr_store.training.options import (
     PrecisionPolicy,
@@ -50,7 +52,7 @@ from cnr_store.training.tensors import table_dtype_name
 from cnr_store.write.mirrors import MirrorMode, check_mirror_folder
 from cnr_store.write.schema_choice import encoding_name
 from cnr_store.write.table_options import TableOptions
-from cnr_store_gpu import RowTracker, WatchedShard, kernels, warmup
+from cnr_store_gpu import RowTracker, Taken, WatchedShard, kernels, warmup
 from cnr_store_gpu.small_copies import gather_parts
 
 logger = logging.getLogger(__name__)
@@ -69,7 +71,11 @@ class LiveTraining:
     declared
         Names of parameters that are tables besides the embeddings, dense layers that are stored as tables among them.
     tables, options
-        The names of all tables, also those of other ranks, and their options.
+        The names of all tables of the model, also those of other ranks, and their options.
+    dynamic
+        Tables that grow by key, beside the model.
+    stored_tables
+        The names of both.
     ranks, control
         The ranks that train together; ``control`` is a separate channel for the manager's messages beside saves.
     plan
@@ -85,12 +91,19 @@ class LiveTraining:
     declared: tuple[str, ...]
     tables: frozenset[str]
     options: dict[str, TableOptions]
+    dynamic: DynamicTables
+    stored_tables: frozenset[str]
     holdings: Holdings
     tracker: RowTracker
     lookups: list[Handle]
     ranks: Ranks
     control: Ranks
     plan: KeptPlan
+
+    def give_back(self, taken: Mapping[str, Taken], keyed: Iterable[StagedKeys]) -> None:
+        """Count rows as changed again that a save has taken which is not known to be committed."""
+        self.tracker.give_back(taken)
+        give_back_changes(self.dynamic, keyed)
 
     def detach(self) -> None:
         """Remove every hook from the model. A second call does nothing."""
@@ -137,7 +150,9 @@ def watch_training(
     # If one rank fails, the others raise now instead of waiting for it.
     together(ranks, find)
     holdings = hold(shards, ranks)
-    by_table = options_by_table(options, holdings.tables)
+    given = options_by_table(options, [*holdings.tables, *tracking.dynamic_tables])
+    by_table = {table: given[table] for table in holdings.tables}
+    dynamic = checked_dynamic(tracking.dynamic_tables, given, holdings, ranks)
     if precision.dense is not None:
         named = options if isinstance(options, Mapping) else {}
         by_table |= {layer: named.get(layer, precision.dense) for layer in layers}
@@ -180,8 +195,37 @@ def watch_training(
     intervals = reader if isinstance(reader, IntervalReader) else None
     return LiveTraining(
         model, optimizers, reader, intervals, dict(extras), objects, (*declared, *layers), frozenset(holdings.tables),
-        by_table, holdings, trackers[0], lookups, ranks, control, KeptPlan(model, optimizers, holdings),
+        by_table, dynamic, frozenset({*holdings.tables, *dynamic.tables}), holdings,
+        trackers[0], lookups, ranks, control, KeptPlan(model, optimizers, holdings),
     )  # fmt: skip
+
+
+def checked_dynamic(
+    tables: Mapping[str, DynamicTable], options: Mapping[str, TableOptions], holdings: Holdings, ranks: Ranks
+) -> DynamicTables:
+    """Return the dynamic tables of this rank, if all ranks have the same ones. Blocks; all ranks call it.
+
+    Raises
+    ------
+    BadInput
+        They are not; or the model has a table of the same name.
+    """
+    found = DynamicTables(dict(tables), {name: options[name] for name in tables})
+
+    def share() -> dict[str, list[Any]]:
+        for name in sorted(tables.keys() & holdings.tables.keys()):
+            raise BadInput(f"dynamic table {name!r} has the name of a table of the model; give it another", table=name)
+        return found.forms()
+
+    answers = together(ranks, share)
+    for rank, answer in enumerate(answers):
+        if answer != answers[0]:
+            raise BadInput(
+                f"rank {rank} has other dynamic tables than rank 0; every rank has all of them, with the same width "
+                "and slots, each with its own keys",
+                expected=answers[0], found=answer,
+            )  # fmt: skip
+    return found
 
 
 def _log_memory(holdings: Holdings, options: Mapping[str, TableOptions], mirror: MirrorMode) -> None:

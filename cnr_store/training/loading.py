@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -17,6 +17,7 @@ from cnr_store.runtime.ranks import Ranks, rank_zero, together
 from cnr_store.store import Store
 from cnr_store.training.communication_state import without_communication
 from cnr_store.training.document import PROGRESS, TRAINER, TrainerDocument, rng_name, trainer_of
+from cnr_store.training.dynamic_tables import DynamicTables
 from cnr_store.training.matching import Resize, RestorePlan, plan_restore, without_optimizers
 from cnr_store.training.ranks import ranks_of_this_training
 from cnr_store.training.restoring import (
@@ -83,12 +84,16 @@ class RestoredState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Planned:
-    """What one rank will load, and where it goes. ``state``: everything of the live model and its optimizers."""
+    """What one rank will load, and where it goes.
+
+    ``state``: everything of the live model and its optimizers. ``dynamic``: dynamic tables that will be replaced.
+    """
 
     snapshot: Snapshot
     plan: RestorePlan
     state: StatePlan
     trainer: TrainerDocument | None
+    dynamic: DynamicTables = field(default_factory=lambda: DynamicTables({}))
 
 
 def choose_start(store: Store, version: int | None, step: int | None, tag: str | None) -> dict[str, Any]:
@@ -122,6 +127,7 @@ def plan_loading(
     slots_rule: SlotsRule = "exact",
     resize: Resize | None = None,
     weights_only: bool = False,
+    dynamic: DynamicTables | None = None,
 ) -> Planned:
     """Compare a version with the live training; changes nothing. Blocks: manifests and a document are read.
 
@@ -129,16 +135,18 @@ def plan_loading(
 
     Raises
     ------
-    BadInput, BadShape, BadDtype, Unsupported, CorruptStore, VersionExpired, StorageFailure
+    BadInput, BadShape, BadDtype, DoesNotApply, TableNotFound, Unsupported, CorruptStore, VersionExpired, StorageFailure
     """
     snapshot = store.snapshot(version)
+    dynamic = (dynamic or DynamicTables({})).found_in(snapshot, strict=strict)
     trainer = None
     if TRAINER in snapshot.documents:
         trainer = trainer_of(
             snapshot.read_document(TRAINER, tensor_of),
             snapshot.read_document(PROGRESS, tensor_of) if PROGRESS in snapshot.documents else None,
         )
-    schemas, dense = snapshot.tables, without_communication(snapshot.dense)
+    schemas = {name: schema for name, schema in snapshot.tables.items() if name not in dynamic.tables}
+    dense = without_communication(snapshot.dense)
     if weights_only:
         (schemas, dense), trainer = without_optimizers(schemas, dense), None
     plan = plan_restore(
@@ -146,7 +154,7 @@ def plan_loading(
     )
     if slots_rule == "exact":
         check_columns(snapshot, plan)
-    return Planned(snapshot, plan, state, trainer)
+    return Planned(snapshot, plan, state, trainer, dynamic)
 
 
 def check_extras(trainer: TrainerDocument | None, extras: Mapping[str, Any]) -> None:
@@ -226,7 +234,8 @@ def load(
     tables
         Stored name to mine, for tables that are named differently.
     strict
-        Refuse when model and checkpoint differ in tables or dense tensors; else load what both have.
+        Refuse when model and checkpoint differ in tables or dense tensors; else load what both have. Dynamic tables are
+        no part of a model: leave them out so, and read them with `DynamicTables.restore`.
     resize
         As of `CheckpointManager.restore`, on any number of ranks.
     ranks

@@ -11,8 +11,9 @@ from cnr_store.runtime.arguments import checked_choice, checked_count, checked_n
 from cnr_store.runtime.ranks import Ranks
 from cnr_store.runtime.threads import check_rate
 from cnr_store.training.background import SaveReport
+from cnr_store.training.dynamic_tables import DynamicTable
 from cnr_store.training.precision.rate_control import Schedule
-from cnr_store.types import TableDtype
+from cnr_store.types import KeyRule, TableDtype
 from cnr_store.write.mirrors import MirrorMode
 from cnr_store.write.policy import Policy
 from cnr_store.write.schema_choice import check_options
@@ -108,6 +109,11 @@ class TrackingOptions:
     ----------
     tables
         Names of parameters that are tables besides every ``nn.Embedding`` and ``nn.EmbeddingBag``.
+    dynamic_tables
+        Tables that grow by key in a library of their own, by a name that no table of the model has; every rank has the
+        same, each with its own keys (``StoreOptions.key_rule``). They know themselves which rows changed. A save copies
+        those; a baseline copies all of them, to host memory, while the training waits. Not with the policies
+        ``one_shot`` and ``intermittent``.
     assume
         What optimizers of your own do, by class name: ``touched``, ``ever_touched`` or ``all`` rows move in a step.
     in_flight
@@ -126,6 +132,7 @@ class TrackingOptions:
     """
 
     tables: Sequence[str] = ()
+    dynamic_tables: Mapping[str, DynamicTable] = field(default_factory=dict)
     assume: Mapping[str, Moves] = field(default_factory=dict)
     in_flight: InFlight = "refuse"
     allow_dense: bool = False
@@ -231,6 +238,8 @@ class StoreOptions:
         The ranks that train together; None for all of ``torch.distributed``, or this process alone.
     peers
         Copies in other ranks' memory; None for none.
+    key_rule
+        Which rank owns a key of a dynamic table, as for `Store.writer`.
 
     Raises
     ------
@@ -245,9 +254,11 @@ class StoreOptions:
     bytes_per_s: float | None = None
     ranks: Ranks | None = None
     peers: PeerCopies | None = None
+    key_rule: KeyRule = "modulo"
 
     def __post_init__(self) -> None:
         checked_choice("mirror", self.mirror, get_args(MirrorMode))
+        checked_choice("key_rule", self.key_rule, get_args(KeyRule))
         check_rate(self.bytes_per_s)
         if self.threads is not None:
             checked_count("threads", self.threads, least=1)

@@ -200,6 +200,7 @@ class Restorer:
         planned = plan_loading(
             self.store, version, training.plan.state_plan(), training.holdings, training.optimizers,
             tables=request.tables, strict=request.strict, slots_rule=request.slots_rule, resize=request.resize,
+            dynamic=training.dynamic,
         )  # fmt: skip
         check_resizable(planned.plan, training.holdings)
         if request.strict:
@@ -223,6 +224,7 @@ class Restorer:
         def apply() -> None:
             if survivor is None:
                 finish_tables(filled, read.targets, training.optimizers, request.slots_rule)
+                planned.dynamic.restore(filled, writer.keys)
                 fill_new_rows(planned.plan, request.resize)
             elif survivor.is_renewed(training):
                 restore_targets(planned.plan, training.optimizers)  # makes the state of optimizers that have none yet
@@ -246,8 +248,10 @@ class Restorer:
         if self.policy.rng and read.rng is not None:
             restore_rng(read.rng)  # last: nothing that restores may draw from what it set
         plan, snapshot = planned.plan, planned.snapshot
+        by_key = planned.dynamic.tables
+        missing = (*plan.missing, *sorted(training.dynamic.tables.keys() - by_key.keys()))
         return RestoredState(
-            step, snapshot.version, read.reader_state, tuple(plan.renamed), plan.missing, plan.unexpected
+            step, snapshot.version, read.reader_state, (*plan.renamed, *by_key), missing, plan.unexpected
         )
 
     def _read_all_but_tables(

@@ -264,7 +264,7 @@ def _decide_here(
     if not writer.is_synced:
         chain.whole_next |= training.tables  # also those of other ranks, which forget them with us
         return Decision("baseline", "baseline", "the writer does not know the head's state")
-    if chain.whole_next or schemas.keys() - training.tables:
+    if chain.whole_next or schemas.keys() - training.stored_tables:
         return Decision("baseline", "baseline", f"tables {sorted(chain.whole_next)} must be written whole")
     length = len(writer.head.record.chain)
     return chain.rate.decide(decide(policy, chain.lineage.sizes, chain_length=length), length)

@@ -24,6 +24,7 @@ from cnr_store.segment.codes import array_specs
 from cnr_store.training.background import WEIGHT, LiveRead, SaveJob, WholeShard, failure_message
 from cnr_store.training.communication_state import capture_communication
 from cnr_store.training.document import TRAINER, KeptDocument, rng_documents, trainer_documents
+from cnr_store.training.dynamic_tables import StagedKeys, give_back_changes, stage_changes
 from cnr_store.training.live_training import LiveTraining
 from cnr_store.training.reader import reader_name
 from cnr_store.training.save_plan import ChainState, SavePlan
@@ -112,12 +113,15 @@ class SaveStager:
             whole -= {one.key.table for one in read.whole.values()} - unread
         taken: dict[str, Taken] = {}
         fixed: dict[str, Callable[[], EncodedTree]] = {}
+        keyed: list[StagedKeys] = []
         staged = None
 
         def share() -> dict[str, str]:
             chain.rate.stage(transaction, writer, chain.whole_next)
             fixed.update(self._put_state(transaction, writer, plan))
             taken.update(training.tracker.take())
+            if training.dynamic.tables:
+                keyed.extend(stage_changes(training.dynamic, transaction))
             return words_of(taken, training.holdings.replicated)
 
         try:
@@ -139,19 +143,21 @@ class SaveStager:
             wait_for_streams(tensor for one in written.values() for tensor in (one.weight, *one.slots.values()))
         except BaseException:
             training.tracker.give_back(taken)
+            give_back_changes(training.dynamic, keyed)
             if staged is not None:
                 staged.release()
             raise
         drops = self._drops(transaction, writer)
         shards = {name: own.key for name, own in training.holdings.owned.items()}
         return SaveJob(
-            transaction, shards, taken, staged, rows, written, drops, fixed, declares=bool(chain.whole_next), read=read
+            transaction, shards, taken, staged, rows, written, drops, fixed, declares=bool(chain.whole_next), read=read,
+            keyed=keyed,
         )  # fmt: skip
 
     def _drops(self, transaction: Transaction, writer: Writer) -> tuple[str, ...]:
         """Tables of the head that the training does not have."""
         schemas = writer.snapshot.tables if writer.is_synced else {}
-        return tuple(sorted((schemas.keys() | set(transaction.needs_whole_tables)) - self.training.tables))
+        return tuple(sorted((schemas.keys() | set(transaction.needs_whole_tables)) - self.training.stored_tables))
 
     def _touched_rows(
         self, plan: SavePlan, taken: Mapping[str, Taken], whole: set[str]

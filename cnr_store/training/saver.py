@@ -452,7 +452,7 @@ class Saver:
     def _lost(self, job: SaveJob, error: BaseException | None) -> None:
         job.staged.release()
         self.chain.rate.lost()
-        self.training.tracker.give_back(job.taken)
+        self.training.give_back(job.taken, job.keyed)
         if job.read is not None:
             self.training.tracker.give_back(job.read.taken)
         if isinstance(error, Fenced):

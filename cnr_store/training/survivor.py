@@ -134,8 +134,12 @@ def survivor_of(saver: Saver) -> Survivor:
     ------
     BadInput, BadRowIds
         Which rows changed is not known; the other ranks can still recover without this one.
+    Unsupported
+        There are dynamic tables.
     """
     writer = saver.leave()
+    if saver.training.dynamic.tables:
+        raise Unsupported("dynamic tables are not recovered in part; restore without survivor= on all ranks")
     tracker = saver.training.tracker
     tracker.declare_boundary()  # rows that the interrupted step has looked up are marked
     marks = tracker.take()

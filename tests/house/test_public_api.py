@@ -74,7 +74,7 @@ PUBLIC = {
     "cnr_store.training": """
         CheckpointManager SavePolicy TrackingOptions PrecisionPolicy StoreOptions PeerCopies RestoredState load
         Survivor SaveReport ScaleChange RateStatus TableRate SaveInterval SaveMeasure ProcessRanks
-        calibrate Calibration Trial
+        calibrate Calibration Trial DynamicTable DynamicTables KeyedRows KeyChanges
         CarriedBatch CarryingReader GrantedReader IntervalReader reader_states_for
         share_evenly
     """,

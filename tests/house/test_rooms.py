@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "serving": "errors types format runtime storage encodings log segment read store",
         "changes": "errors types format runtime storage encodings log segment read store serving",
         "communication": "errors types runtime",  # never a store
-        "training": "errors types format runtime storage encodings log segment read write store maintenance "
+        "training": "errors types format runtime storage encodings log segment read write store maintenance changes "
         "communication",
         "integrations": "errors types format runtime storage segment read write store transfer serving training "
         "changes communication",

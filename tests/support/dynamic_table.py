@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cnr_store.encodings.digest import splitmix64
-from cnr_store.integrations.dynamic import KeyChanges, KeyedRows
+from cnr_store.training.dynamic_tables import KeyChanges, KeyedRows
 
 BUCKET = 4
 NO_KEYS = np.empty(0, np.int64)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from cnr_store import Store, TableOptions
 from cnr_store.training import CheckpointManager, PrecisionPolicy, SavePolicy, StoreOptions, TrackingOptions
 from cnr_store_tools.demo.adagrad import RowWiseAdagrad
+from tests.support.dynamic_table import HashTable
 
 ROWS, DIM, BATCH = 300, 4, 24
 
@@ -48,7 +51,9 @@ KINDS: dict[str, tuple[bool, Optimizers]] = {
 
 
 class Training:
-    """A model and its optimizers, trained on batches that their number alone decides."""
+    """A model and its optimizers, trained on batches that their number alone decides. ``how``: for its manager."""
+
+    how: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, kind: str = "rowwise_adagrad", *, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(1)
@@ -87,6 +92,24 @@ class Training:
         return found
 
 
+class KeyedTraining(Training):
+    """The same beside a table that grows by key and evicts. No two rows have one score, so places do not matter."""
+
+    def __init__(self, kind: str = "rowwise_adagrad", *, buckets: int = 10) -> None:
+        super().__init__(kind)
+        self.table = HashTable(buckets, DIM)
+        self.how = {"dynamic_tables": {"by_key": self.table}}
+
+    def train(self, number: int) -> None:
+        super().train(number)
+        keys = np.random.default_rng(number).permutation(np.arange(-60, 60))[:BATCH]
+        for place, key in enumerate(keys):
+            self.table.train(key[None], number * BATCH + place)
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "by_key": self.table.content()}
+
+
 RECORDS = {
     "save_policy": SavePolicy, "tracking": TrackingOptions, "precision": PrecisionPolicy, "store_options": StoreOptions
 }  # fmt: skip
@@ -103,7 +126,7 @@ def grouped(**given: Any) -> dict[str, Any]:
 
 def manager_of(store: str | Path | Store, training: Training, **options: Any) -> CheckpointManager:
     """A manager of a training, whose tables are exact unless ``options`` say otherwise."""
-    chosen = {"options": TableOptions.exact(), "assume": {"RowWiseAdagrad": "touched"}, **options}
+    chosen = {"options": TableOptions.exact(), "assume": {"RowWiseAdagrad": "touched"}, **training.how, **options}
     place = store if isinstance(store, Store) else str(store)
     return CheckpointManager(place, model=training.model, optimizer=training.optimizers, **grouped(**chosen))
 
@@ -117,9 +140,9 @@ def go_on(training: Training, manager: CheckpointManager, start: int, stop: int,
             manager.save()
 
 
-def uninterrupted(kind: str, steps: int, **options: Any) -> dict[str, Any]:
+def uninterrupted(kind: str, steps: int, *, make: type[Training] = Training, **options: Any) -> dict[str, Any]:
     """The state of a run that nobody saved or killed."""
-    training = Training(kind, **options)
+    training = make(kind, **options)
     for number in range(steps):
         training.train(number)
     return training.state()

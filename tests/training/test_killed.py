@@ -18,7 +18,7 @@ from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.training import CheckpointManager, SavePolicy, TrackingOptions
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
-from tests.training.runs import Training, assert_same, go_on, manager_of, uninterrupted
+from tests.training.runs import KeyedTraining, Training, assert_same, go_on, manager_of, uninterrupted
 
 STEPS = 7
 RETRY = RetryPolicy(deadline_s=0.2, first_delay_s=0.001, max_delay_s=0.01)
@@ -29,9 +29,9 @@ def open_on(fs: FaultyFileSystem) -> Store:
     return Store.open_on(storage_from_filesystem(fs, "/root"), threads=1, retry=RETRY)
 
 
-def run(fs: FaultyFileSystem, policy: Any) -> Training:
+def run(fs: FaultyFileSystem, policy: Any, make: type[Training]) -> Training:
     """Restore what there is and train to the end, saving every second step."""
-    training = Training()
+    training = make()
     manager = manager_of(open_on(fs), training, every_steps=2, policy=policy)
     try:
         restored = manager.restore()
@@ -42,13 +42,13 @@ def run(fs: FaultyFileSystem, policy: Any) -> Training:
     return training
 
 
-def killed_everywhere(policy: Any, every: int) -> tuple[int, int]:
+def killed_everywhere(policy: Any, every: int, make: type[Training] = Training) -> tuple[int, int]:
     """Kill at each ``every``-th storage call, before and after its effect; return calls and runs."""
-    expected = uninterrupted("rowwise_adagrad", STEPS)
+    expected = uninterrupted("rowwise_adagrad", STEPS, make=make)
     prepared = IsolatedMemoryFileSystem()
     Store.create_on(storage_from_filesystem(FaultyFileSystem(prepared), "/root"), threads=1)
     calm = FaultyFileSystem(prepared.fork())
-    assert_same(run(calm, policy).state(), expected)
+    assert_same(run(calm, policy, make).state(), expected)
     runs = 0
     for call in calm.calls[::every]:
         for kind in (FaultKind.CRASH, FaultKind.CRASH_AFTER):
@@ -57,9 +57,9 @@ def killed_everywhere(policy: Any, every: int) -> tuple[int, int]:
             inner = prepared.fork()
             crashing = FaultyFileSystem(inner, fault=Fault(kind, call.index))
             with suppress(SimulatedCrash):
-                run(crashing, policy)
+                run(crashing, policy, make)
             assert crashing.is_crashed
-            assert_same(run(FaultyFileSystem(inner), policy).state(), expected)
+            assert_same(run(FaultyFileSystem(inner), policy, make).state(), expected)
             runs += 1
     return len(calm.calls), runs
 
@@ -70,6 +70,20 @@ def test_killed_at_storage_calls_and_restored_is_uninterrupted(policy: Any) -> N
 
     assert calls > 60
     assert runs > calls // 17
+
+
+def test_killed_beside_a_dynamic_table_and_restored_is_uninterrupted() -> None:
+    calls, runs = killed_everywhere("consecutive", every=29, make=KeyedTraining)
+
+    assert runs > calls // 29
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("policy", ["baseline", "consecutive"])
+def test_killed_at_every_storage_call_beside_a_dynamic_table(policy: Any) -> None:
+    calls, runs = killed_everywhere(policy, every=1, make=KeyedTraining)
+
+    assert runs > calls
 
 
 @pytest.mark.soak

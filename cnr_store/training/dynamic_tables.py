@@ -2,12 +2,13 @@
 
 Why this module exists: NVIDIA dynamicemb, HierarchicalKV, TorchEasyRec's dynamic tables and the like keep rows by key
 in memory that they alone know, and evict by score. They have in common that rows go out and in by key. `DynamicTable`
-says just that; a store then has them as a table of hashed keys, written by all ranks together (`docs/growing.md`).
+says just that; a store then has them as a table of hashed keys, written by all ranks together (`docs/growing.md`). A
+`CheckpointManager` saves them beside a model; `DynamicTables.saving` saves them without one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -80,9 +81,37 @@ class DynamicTable(Protocol):
         """Forget all rows, and what changed."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedKeys:
+    """What one save writes of a dynamic table: changed rows, or all of them if it ``is_whole``; copies of one instant.
+
+    ``kinds``: the slots that are stored. ``is_new``: the store does not have the table yet.
+    """
+
+    table: str
+    dim: int
+    kinds: Mapping[str, Literal["row", "element"]]
+    options: TableOptions
+    rows: KeyedRows
+    changed: KeyChanges
+    is_new: bool
+    is_whole: bool
+
+    def put(self, txn: Transaction) -> None:
+        """Write it; blocks. All ranks put the same tables in the same order. Errors are those of `Transaction`."""
+        rows = self.rows
+        if self.is_new:
+            sample = rows.values[:: max(1, len(rows.values) // _SAMPLE_ROWS)]
+            txn.create_table(self.table, dim=self.dim, options=self.options, slots=self.kinds, sample=sample)
+        slots = {**rows.slots, **dict(zip(_SCORES, _split(rows.scores), strict=True))}
+        txn.write_rows(self.table, rows.keys, rows.values, slots=slots)
+        if not self.is_whole:
+            txn.delete_rows(self.table, self.changed.evicted)
+
+
 @dataclass(frozen=True, slots=True)
 class DynamicTables:
-    """The dynamic tables of one rank by name, saved and restored together.
+    """The dynamic tables of one rank by name, saved and restored together; ``options`` for all, or by name.
 
     Examples
     --------
@@ -90,7 +119,11 @@ class DynamicTables:
     """
 
     tables: Mapping[str, DynamicTable]
-    options: TableOptions = field(default_factory=TableOptions)
+    options: TableOptions | Mapping[str, TableOptions] = field(default_factory=TableOptions)
+
+    def forms(self) -> dict[str, list[Any]]:
+        """Return width and slots by table, as plain JSON: what all ranks must have alike."""
+        return {name: [table.dim, dict(table.slot_kinds)] for name, table in sorted(self.tables.items())}
 
     @contextmanager
     def saving(self, writer: Writer, step: int, kind: Literal["baseline", "delta"] = "delta") -> Iterator[Transaction]:
@@ -106,40 +139,43 @@ class DynamicTables:
         CnrStoreError
             As `Writer.begin` and `Transaction.commit`.
         """
-        taken: dict[str, KeyChanges] = {}
+        staged: list[StagedKeys] = []
         try:
             with writer.begin(step, kind) as txn:
-                for name, table in sorted(self.tables.items()):
-                    taken[name] = table.take_changes()
-                    self._stage(txn, name, table, taken[name])
+                staged += stage_changes(self, txn)
+                for one in staged:
+                    one.put(txn)
                 yield txn
         except BaseException:
-            for name, changed in taken.items():
-                self.tables[name].give_back(changed)
+            give_back_changes(self, staged)
             raise
 
-    def _stage(self, txn: Transaction, name: str, table: DynamicTable, changed: KeyChanges) -> None:
-        is_new = name not in txn.tables
-        is_whole = is_new or txn.kind == "baseline"
-        rows = table.rows(table.keys() if is_whole else changed.touched)
-        slots = {**rows.slots, **dict(zip(_SCORES, _split(rows.scores), strict=True))}
-        if is_new:
-            kinds = {**table.slot_kinds, **dict.fromkeys(_SCORES, "row")}
-            sample = rows.values[:: max(1, len(rows.values) // _SAMPLE_ROWS)]
-            txn.create_table(name, dim=table.dim, options=self._options(table), slots=kinds, sample=sample)  # type: ignore[arg-type]
-        txn.write_rows(name, rows.keys, rows.values, slots=slots)
-        if not is_whole:
-            txn.delete_rows(name, changed.evicted)
-
-    def _options(self, table: DynamicTable) -> TableOptions:
-        """The caller's options, with exact scores."""
-        given = self.options.slot_bits
+    def options_of(self, name: str, table: DynamicTable) -> TableOptions:
+        """Return the caller's options of a table, with exact scores."""
+        options = self.options if isinstance(self.options, TableOptions) else self.options[name]
+        given = options.slot_bits
         by_name = dict(given) if isinstance(given, Mapping) else dict.fromkeys(table.slot_kinds, given)
         known = {name: bits for name, bits in by_name.items() if bits is not None}
-        return replace(self.options, slot_bits={**known, **dict.fromkeys(_SCORES, "exact")})
+        return replace(options, slot_bits={**known, **dict.fromkeys(_SCORES, "exact")})
+
+    def found_in(self, snapshot: Snapshot, *, strict: bool = True) -> DynamicTables:
+        """Return the tables that a state has: with ``strict`` all, or it raises. No I/O.
+
+        Raises
+        ------
+        DoesNotApply
+            A table has another width or other slots.
+        TableNotFound
+        """
+        found = {name: one for name, one in self.tables.items() if strict or name in snapshot.tables}
+        for name, table in found.items():
+            _check_form(snapshot, name, table)
+        return replace(self, tables=found)
 
     def restore(self, snapshot: Snapshot, keys: KeyShare) -> None:
         """Replace the tables by a state's rows that this rank owns: any number of ranks may have saved it. Blocks.
+
+        Memory: all rows that it owns, until the tables have them.
 
         Raises
         ------
@@ -147,7 +183,8 @@ class DynamicTables:
             The store's table has another width or other slots. Nothing was replaced.
         TableNotFound
         """
-        found = {name: _restored(snapshot, name, table, keys) for name, table in self.tables.items()}
+        self.found_in(snapshot)
+        found = {name: _keyed(*snapshot.table(name).read_all(slots=True, share=keys)) for name in self.tables}
         for name, rows in found.items():
             self.tables[name].clear()
             self.tables[name].replay(rows, np.empty(0, np.int64))
@@ -180,6 +217,35 @@ class DynamicTables:
         return since if stream.cursor is None else stream.cursor.version
 
 
+def stage_changes(dynamic: DynamicTables, txn: Transaction) -> list[StagedKeys]:
+    """Take what changed, and copy what the transaction is to have of it. If it raises, nothing is taken."""
+    staged: list[StagedKeys] = []
+    try:
+        for name, table in sorted(dynamic.tables.items()):
+            is_new = name not in txn.tables
+            is_whole = is_new or txn.kind == "baseline"
+            changed = table.take_changes()
+            try:
+                rows = table.rows(table.keys() if is_whole else changed.touched)
+            except BaseException:
+                table.give_back(changed)
+                raise
+            kinds = {**table.slot_kinds, **dict.fromkeys(_SCORES, "row")}
+            staged.append(StagedKeys(
+                name, table.dim, kinds, dynamic.options_of(name, table), rows, changed, is_new, is_whole,  # type: ignore[arg-type]
+            ))  # fmt: skip
+    except BaseException:
+        give_back_changes(dynamic, staged)
+        raise
+    return staged
+
+
+def give_back_changes(dynamic: DynamicTables, staged: Iterable[StagedKeys]) -> None:
+    """Count as changed again what a save has taken that is not known to be committed."""
+    for one in staged:
+        dynamic.tables[one.table].give_back(one.changed)
+
+
 def _split(scores: npt.NDArray[np.uint64]) -> list[Array]:
     """Return scores as float32 slots that have every bit of them."""
     parts, rest = [], scores.astype(np.uint64)
@@ -202,9 +268,8 @@ def _keyed(keys: RowIds, arrays: Mapping[str, Array]) -> KeyedRows:
     return KeyedRows(keys, arrays["values"], slots, _joined([arrays[name] for name in _SCORES]))
 
 
-def _restored(snapshot: Snapshot, name: str, table: DynamicTable, share: KeyShare) -> KeyedRows:
-    view = snapshot.table(name)
-    schema = view.schema
+def _check_form(snapshot: Snapshot, name: str, table: DynamicTable) -> None:
+    schema = snapshot.table(name).schema
     stored = {slot: one.kind for slot, one in schema.slots.items() if slot not in _SCORES}
     expected, found = (table.dim, dict(table.slot_kinds)), (schema.dim, stored)
     if schema.keys != "hashed" or found != expected or not set(_SCORES) <= schema.slots.keys():
@@ -214,7 +279,6 @@ def _restored(snapshot: Snapshot, name: str, table: DynamicTable, share: KeyShar
             "DynamicTables has saved",
             table=name, expected=expected, found=found,
         )  # fmt: skip
-    return _keyed(*view.read_all(slots=True, share=share))
 
 
 def _floats_of(column: pa.Array) -> Array:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cnr_store import KeyShare, Store, TableOptions, verify_store
 from cnr_store.errors import BadRowIds, DoesNotApply
-from cnr_store.integrations.dynamic import DynamicTable, DynamicTables, KeyedRows, _joined, _split
+from cnr_store.training.dynamic_tables import DynamicTable, DynamicTables, KeyedRows, _joined, _split
 from tests.support.dynamic_table import NO_KEYS, HashTable
 from tests.support.ranks import ThreadRank, on_ranks, outcomes
 from tests.write.many_ranks import new_files, open_store
