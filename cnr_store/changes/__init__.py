@@ -15,6 +15,7 @@ from __future__ import annotations
 from cnr_store.changes.arrow import change_schema
 from cnr_store.changes.catching_up import CatchUp, catch_up
 from cnr_store.changes.cursor import ChangeCursor
+from cnr_store.changes.publisher import PriorityPublisher, PublishReport
 from cnr_store.changes.recording import RecordedVersion, RecordingReport, recorded_cursor, write_ipc, write_parquet
 from cnr_store.changes.stream import ChangeStream, VersionChanges, changes
 
@@ -33,4 +34,7 @@ __all__ = [
     "recorded_cursor",
     "RecordedVersion",
     "RecordingReport",
+    # The same as a store for servers, within a limit of bytes.
+    "PriorityPublisher",
+    "PublishReport",
 ]

@@ -44,6 +44,7 @@ SUITES = (
     Suite("recovery", "bench_recovery.py", "replacing one of four ranks against restoring all"),
     Suite("load", "bench_load.py", "loading a compacted snapshot"),
     Suite("serving", "bench_serving.py", "lookups while deltas land"),
+    Suite("online", "bench_online.py", "what fresh rows are worth, and how few bytes keep them fresh"),
     Suite("tracking", "bench_tracking.py", "marking the rows that a batch touches"),
     Suite("staging", "bench_staging.py", "the copy for which training stalls"),
     Suite("dcp", "bench_dcp.py", "saves by torch.distributed.checkpoint beside its own file writer"),

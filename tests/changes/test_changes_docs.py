@@ -14,7 +14,7 @@ from tests.tools.cli_runner import cnr
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "changes.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```(?:\n```text\n(.*?)```)?", DOCS, flags=re.DOTALL)
-QUICK, LAKE, TRAINER, ONLINE = EXAMPLES
+QUICK, LAKE, TRAINER, ONLINE, PUBLISHED = EXAMPLES
 
 
 def run(launcher: Launcher, program: str, folder: Path) -> str:
@@ -25,6 +25,10 @@ def run(launcher: Launcher, program: str, folder: Path) -> str:
 
 def test_the_first_example_prints_what_it_says(launcher: Launcher, tmp_path: Path) -> None:
     assert run(launcher, QUICK[0], tmp_path) == QUICK[1]
+
+
+def test_the_example_of_a_published_store_prints_what_it_says(launcher: Launcher, tmp_path: Path) -> None:
+    assert run(launcher, PUBLISHED[0], tmp_path) == PUBLISHED[1]
 
 
 def test_duckdb_queries_the_files(launcher: Launcher, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ PUBLIC = {
     """,
     "cnr_store.changes": """
         changes ChangeStream VersionChanges ChangeCursor change_schema catch_up CatchUp
-        write_parquet write_ipc recorded_cursor RecordedVersion RecordingReport
+        write_parquet write_ipc recorded_cursor RecordedVersion RecordingReport PriorityPublisher PublishReport
     """,
     "cnr_store.relay": "Relay RelayReport assign_shards assign_users",
     "cnr_store.serving.sinks": """

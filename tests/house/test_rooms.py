@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "relay": "errors format runtime storage log segment store",
         "maintenance": "errors types format runtime storage encodings log segment read write store",
         "serving": "errors types format runtime storage encodings log segment read store",
-        "changes": "errors types format runtime storage encodings log segment read store serving",
+        "changes": "errors types format runtime storage encodings log segment read write store serving",
         "communication": "errors types runtime",  # never a store
         "training": "errors types format runtime storage encodings log segment read write store maintenance changes "
         "communication",
