@@ -15,7 +15,7 @@ SAMPLE_ELEMENTS = 65_536
 LEAST_ROWS = 64
 """A sample has so many rows at most, or as many as have so many elements, if that is fewer; but no fewer than these.
 
-A scale then takes 0.2 to 1 ms whatever the table (`measure_scale`); for normal rows its error is known to 2 %."""
+A scale then takes 0.1 to 0.8 ms whatever the table (`measure_scale`); for normal rows its error is known to 2 %."""
 
 
 class RowSample:

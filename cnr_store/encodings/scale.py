@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from cnr_store.encodings import kernels
 from cnr_store.encodings.affine import row_errors
-from cnr_store.encodings.choose import choose_greedy
+from cnr_store.encodings.choose import REFERENCE_SETTINGS
 from cnr_store.encodings.lattice import LARGEST_SCALE, SMALLEST_SCALE, check_scale
 from cnr_store.encodings.sampling import RowSample
 from cnr_store.encodings.widths import as_columns, to_float32
@@ -83,9 +83,8 @@ def measure_scale(
         Rows of the table.
     precision
         ``scale``: taken as it is, rounded to float32. ``max_error``: twice it, rounded down. ``bits``: a
-        scale whose mean squared error on the sample is at most that of b-bit affine rows (greedy search with its
-        settings chosen on some of the rows, fp16 parameters), and within 0.5 % of it; see quantization
-        reference, 5.4.
+        scale whose mean squared error on the sample is at most that of b-bit affine rows (greedy search with
+        `REFERENCE_SETTINGS`, fp16 parameters), and within 0.5 % of it; see quantization reference, 5.4.
     held
         The scale that the table had when it was last restored, if it was; see `spread_over_cells`.
     may_escape
@@ -94,7 +93,7 @@ def measure_scale(
     Returns
     -------
     ScaleChoice
-        Blocks for the read and the computation: 0.2 to 1 ms for ``bits``, whatever the rows are like.
+        Blocks for the read and the computation: 0.1 to 0.8 ms for ``bits``, whatever the rows are like.
 
     Raises
     ------
@@ -306,7 +305,7 @@ def _target_of(sample: Float32s, bits: AffineBits) -> _AffineError:
         return _AffineError(0.0, np.zeros(len(sample)))
     exponent = max(math.frexp(largest)[1] - 1, -_LARGEST_EXPONENT)
     rows = np.ascontiguousarray(sample * np.float32(2.0**-exponent))
-    num_bins, ratio = choose_greedy(rows, bits)
+    num_bins, ratio = REFERENCE_SETTINGS[bits]
     errors = row_errors(rows, Affine(bits, search="greedy", param_dtype="float16", num_bins=num_bins, ratio=ratio))
     errors *= 4.0**exponent
     return _AffineError(float(np.sum(errors)) / rows.size, errors)

@@ -7,7 +7,7 @@ import pytest
 
 from cnr_store.encodings import affine, choose, packing
 from cnr_store.errors import BadInput
-from cnr_store.types import Affine, AffineBits
+from cnr_store.types import Affine, AffineBits, Float32s
 
 
 def gauss(num_rows: int, dim: int) -> np.ndarray:
@@ -72,6 +72,18 @@ def test_chosen_greedy_settings_are_near_the_best_tried(bits: int) -> None:
     assert error(num_bins, ratio) <= 1.01 * min(
         error(bins, share) for bins in (25, 50, 200) for share in (0.2, 0.5, 1.0)
     )
+
+
+@pytest.mark.parametrize("bits", packing.WIDTHS)
+def test_reference_settings_have_about_the_error_of_chosen_ones(bits: AffineBits) -> None:
+    samples = [gauss(512, 16), gauss(256, 64), np.random.default_rng(0).uniform(-1, 1, (512, 16)).astype(np.float32)]
+
+    def error(sample: Float32s, settings: tuple[int, float]) -> float:
+        return sample_mse(sample, Affine(bits=bits, search="greedy", num_bins=settings[0], ratio=settings[1]))
+
+    chosen = [error(one, choose.choose_greedy(one, bits)) for one in samples]
+
+    assert [error(one, choose.REFERENCE_SETTINGS[bits]) for one in samples] == pytest.approx(chosen, rel=0.015)
 
 
 @pytest.mark.parametrize("bits", packing.WIDTHS)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cnr_store.encodings import scale
 from cnr_store.encodings.affine import row_errors
-from cnr_store.encodings.choose import choose_greedy
+from cnr_store.encodings.choose import REFERENCE_SETTINGS
 from cnr_store.encodings.sampling import LEAST_ROWS, SAMPLE_ELEMENTS, SAMPLE_ROWS, RowSample
 from cnr_store.encodings.scale import ScaleChoice, measure_scale, pooled, ratio_half_width, spread_over_cells
 from cnr_store.errors import BadInput
@@ -40,7 +40,7 @@ def coverage(rows: Float32s, bits: AffineBits, count: int, tries: int) -> tuple[
     """How often the whole table's ratio is inside the interval of a sample of so many rows, and its median width."""
     rng = np.random.default_rng(7)
     first = rows[rng.choice(len(rows), 2000, replace=False)]
-    num_bins, ratio = choose_greedy(first, bits)
+    num_bins, ratio = REFERENCE_SETTINGS[bits]
     targets = row_errors(rows, Affine(bits, search="greedy", num_bins=num_bins, ratio=ratio))
     errors = scale.lattice_row_errors(rows, scale.choose_scale(first, Precision(bits=bits)))
     truth = errors.sum() / targets.sum()
@@ -146,7 +146,7 @@ def test_a_measured_scale_meets_the_tables_error_within_its_interval(
 ) -> None:
     rows = table(rows=120_000)
     choice = measure_scale(RowSample(rows, "float32", seed=1), "float32", Precision(bits=4))
-    settings = choose_greedy(rows[:1024], 4)
+    settings = REFERENCE_SETTINGS[4]
     target = row_errors(rows, Affine(4, search="greedy", num_bins=settings[0], ratio=settings[1])).mean() / DIM
 
     ratio = scale.lattice_mse(rows, choice.scale) / target

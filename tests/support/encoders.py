@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from cnr_store.encodings import kernels, widths
 from cnr_store.encodings.affine import row_errors
-from cnr_store.encodings.choose import choose_greedy
+from cnr_store.encodings.choose import REFERENCE_SETTINGS
 from cnr_store.encodings.widths import FloatBlock, as_columns, carrier, narrowest
 from cnr_store.types import Affine, AffineBits, Codes, Float32s, TableDtype
 
@@ -53,12 +53,12 @@ def digest_of_block(codes: Codes, row_start: int, multipliers: npt.NDArray[np.ui
 
 
 def affine_mse(rows: Float32s, bits: AffineBits) -> float:
-    """The mean squared error of b-bit Check-N-Run rows: greedy search with the best settings, fp16 parameters.
+    """The mean squared error of b-bit Check-N-Run rows: greedy search with `REFERENCE_SETTINGS`, fp16 parameters.
 
     The largest value is brought to [1, 2) by a power of two first, so that fp16 parameters neither overflow nor vanish.
     """
     unit = np.float32(2.0 ** (np.frexp(np.abs(rows).max())[1] - 1))
     scaled = np.ascontiguousarray(rows / unit)
-    num_bins, ratio = choose_greedy(scaled, bits)
+    num_bins, ratio = REFERENCE_SETTINGS[bits]
     encoding = Affine(bits, search="greedy", param_dtype="float16", num_bins=num_bins, ratio=ratio)
     return float(row_errors(scaled, encoding).sum()) * float(unit) ** 2 / rows.size
