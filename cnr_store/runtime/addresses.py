@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
-from numba import types
+from numba import carray, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 
 from cnr_store.runtime.jit import njit
@@ -41,7 +42,24 @@ def _pointers_to(element: Any) -> Any:
     return at
 
 
+uint8s_at = _pointers_to(types.uint8)
 int16s_at = _pointers_to(types.int16)
 int32s_at = _pointers_to(types.int32)
 int64s_at = _pointers_to(types.int64)
 float32s_at = _pointers_to(types.float32)
+
+
+@njit(nogil=True)
+def _are_equal(addresses: Any, size: int) -> bool:
+    first = carray(uint8s_at(addresses[0]), (size,))
+    for k in range(1, addresses.size):
+        other = carray(uint8s_at(addresses[k]), (size,))
+        for i in range(size):
+            if other[i] != first[i]:
+                return False
+    return True
+
+
+def are_equal(addresses: npt.NDArray[np.int64], size: int) -> bool:
+    """Return whether the ``size`` bytes at each of these addresses, at least one, are the same."""
+    return bool(_are_equal(addresses, size))

@@ -14,11 +14,13 @@ from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 import torch
 
 from cnr_store.errors import CorruptStore, NewerFormat
 from cnr_store.format.document_tree import EncodedTree, encode
 from cnr_store.format.documents import canonical_json
+from cnr_store.runtime.addresses import are_equal
 from cnr_store.training.reader import Stateful, capture_rng
 from cnr_store.training.shards import LocalShard, Slots
 from cnr_store.training.state import OtherState, StatePlan
@@ -167,9 +169,10 @@ def _are_one_step(states: Sequence[Mapping[str, Any] | None]) -> bool:
     kinds = {*map(attrgetter("dtype", "layout", "is_cpu", "ndim"), values)}
     if len(kinds) > 1 or kinds != {(values[0].dtype, torch.strided, True, 0)}:
         return False
-    with torch.no_grad():
-        bits = torch.stack(values).view(torch.uint8).view(len(values), -1)
-    return bool((bits == bits[0]).all())
+    addresses = np.array([*map(torch.Tensor.data_ptr, values)], np.int64)
+    if not addresses.all() or any(map(torch.Tensor.is_neg, values)):
+        return False
+    return are_equal(addresses, values[0].itemsize)
 
 
 def _counters(state: Mapping[str, Any]) -> Hashable | None:

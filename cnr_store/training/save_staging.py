@@ -29,7 +29,7 @@ from cnr_store.training.live_training import LiveTraining
 from cnr_store.training.reader import reader_name
 from cnr_store.training.save_plan import ChainState, SavePlan
 from cnr_store.training.schedule import TrainingPosition
-from cnr_store.training.shards import LocalShard
+from cnr_store.training.shards import LocalShard, weights_of
 from cnr_store.training.state import OtherState, StatePlan, needs_new_schema
 from cnr_store.training.tensors import as_array, dense_dtype_name, host_copy, leaf_of
 from cnr_store.types import Lattice, RowIds
@@ -165,13 +165,15 @@ class SaveStager:
         """The rows that are written of tables that are not written whole, and what of them is to be copied."""
         rows: dict[str, RowIds] = {}
         requests: dict[str, RowRequest] = {}
-        for name, own in self.training.holdings.owned.items():
-            if own.key.table in whole:
-                continue
-            local = rows_to_write(taken[name], plan.decision, self.chain.lineage.changed)
-            rows[name] = local + own.shard.rows[0] if own.shard.rows[0] else local
-            on_device = taken[name].device_rows if local is taken[name].row_ids else None
-            requests[name] = RowRequest(local, {WEIGHT: own.shard.weight, **plan.local.slots[name]}, on_device)
+        owned = {name: own for name, own in self.training.holdings.owned.items() if own.key.table not in whole}
+        slots, decision, changed = plan.local.slots, plan.decision, self.chain.lineage.changed
+        weights = weights_of([own.shard for own in owned.values()])
+        for (name, own), weight in zip(owned.items(), weights, strict=True):
+            one, first = taken[name], own.shard.rows[0]
+            local = rows_to_write(one, decision, changed)
+            rows[name] = local + first if first else local
+            on_device = one.device_rows if local is one.row_ids else None
+            requests[name] = RowRequest(local, {WEIGHT: weight, **slots[name]}, on_device)
         return rows, requests
 
     def _put_state(

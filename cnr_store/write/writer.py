@@ -7,6 +7,8 @@ import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import repeat
+from operator import attrgetter, eq
 from types import TracebackType
 from typing import Any, Literal
 
@@ -316,8 +318,9 @@ class Writer:
         if state.snapshot is None:
             return False
         tables, cuts = state.snapshot.tables, state.setup.held.cuts
-        whole = (part.columns == (0, tables[part.table].dim) for part in state.snapshot.manifests[-1].parts)
-        if not cuts and all(whole):  # nearly always
+        parts = state.snapshot.manifests[-1].parts
+        dims = map(attrgetter("dim"), map(tables.__getitem__, map(attrgetter("table"), parts)))
+        if not cuts and all(map(eq, map(attrgetter("columns"), parts), zip(repeat(0), dims))):  # nearly always
             return False
         newest = _newest_cuts(state.snapshot)
         for table, schema in tables.items():

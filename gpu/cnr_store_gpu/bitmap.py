@@ -305,7 +305,7 @@ class RowBitmap:
         Keep the result until the save has won, and ``give_back`` what it held when it has not. On a device other
         than the CPU it waits for the counts of all tables at once, and for the copies of rows and words.
         """
-        places = {table: self._place(table) for table in (self._places if tables is None else tables)}
+        places = self._places if tables is None else {table: self._place(table) for table in tables}
         if self._host is None:
             return self._take_from_device(places)
         return self._take_from_host(places)
@@ -344,10 +344,11 @@ class RowBitmap:
         spans[:, 0] -= first
         rows, counts = packed.rows_of_spans(words, spans)
         taken: dict[str, Taken] = {}
-        end = 0
-        for (table, place), (at, size), count in zip(places.items(), spans.tolist(), counts.tolist(), strict=True):
-            start, end = end, end + count
-            taken[table] = Taken(table, place.num_rows, rows[start:end], words[at : at + size])
+        ends, stops = np.cumsum(counts).tolist(), spans.sum(axis=1).tolist()
+        for (table, place), start, end, at, stop in zip(
+            places.items(), [0, *ends], ends, spans[:, 0].tolist(), stops, strict=False
+        ):
+            taken[table] = Taken(table, place.num_rows, rows[start:end], words[at:stop])
         return taken
 
     def _take_from_device(self, places: Mapping[str, _Place]) -> dict[str, Taken]:
@@ -446,6 +447,8 @@ class DeviceBitmaps:
 
     def take_all(self, tables: Iterable[str] | None = None) -> dict[str, Taken]:
         """Return the marked rows of every table and clear them; one wait per device."""
+        if tables is None and len(self._bitmaps) == 1:
+            return next(iter(self._bitmaps.values())).take_all()  # it has all tables, in this order
         wanted = list(self._by_table if tables is None else tables)
         taken: dict[str, Taken] = {}
         for bitmap in dict.fromkeys(self.of(table) for table in wanted):

@@ -139,6 +139,8 @@ class SmallCopies:
     _chosen: npt.NDArray[np.int64]
     """Of each copy: where its tensor is among the plain ones of the layout."""
     _parts: npt.NDArray[np.int64]
+    _ids: RowIds
+    """What the parts have addresses of."""
     _flat: torch.Tensor | None = None
     _typed: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
     _arrays: dict[torch.dtype, npt.NDArray[Any]] = field(default_factory=dict)
@@ -225,7 +227,7 @@ def small_copies(
     names, lengths = [*chain.from_iterable(named)], [*map(len, named)]
     layout = known if known is not None and known.fits(names, lengths, tensors) else _layout(names, lengths, tensors)
     tables, ids = [*requests], [one.row_ids for one in asked]
-    fits = np.array([table not in without and _is_plain(own) for table, own in zip(tables, ids, strict=True)], bool)
+    fits = np.array([table not in without for table in tables], bool) & _are_plain(ids)
     counts = np.fromiter(map(len, ids), np.int64, len(ids))
     plain = [*map(tensors.__getitem__, layout.plain.tolist())]
     starts = np.array([*map(torch.Tensor.data_ptr, plain)], np.int64)
@@ -236,19 +238,22 @@ def small_copies(
     chosen = np.flatnonzero(fits[layout.owners])
     owners, rows, row_bytes, sizes = (one[chosen] for one in (layout.owners, layout.num_rows, layout.row_bytes, sizes))
     row_ids: dict[str, Any] = {tables[at]: ids[at] for at in np.flatnonzero(fits).tolist()}
+    joined = np.concatenate([*row_ids.values(), np.empty(0, np.int64)])
     addresses = np.zeros(len(asked), np.int64)
-    addresses[fits] = [*map(address_of, row_ids.values())]
+    addresses[fits] = address_of(joined) + 8 * (np.cumsum(counts[fits]) - counts[fits])
     begins = np.cumsum(_aligned(sizes)) - _aligned(sizes)
     parts = np.stack((addresses[owners], counts[owners], rows, starts[chosen], begins, row_bytes // _UNIT), axis=1)
     end = most = 0
     if len(chosen):
         end, most = int(begins[-1] + sizes[-1]), int(_aligned(rows * row_bytes)[:-1].sum() + rows[-1] * row_bytes[-1])
-    return SmallCopies(row_ids, int(sizes.sum()), layout, end, most, tables, chosen, parts)
+    return SmallCopies(row_ids, int(sizes.sum()), layout, end, most, tables, chosen, parts, joined)
 
 
-def _is_plain(ids: RowIds | torch.Tensor) -> bool:
-    """Whether these are ids that `gather_parts` takes."""
-    return isinstance(ids, np.ndarray) and ids.dtype == _INT64 and ids.ndim == 1 and ids.flags.c_contiguous
+def _are_plain(ids: Sequence[RowIds | torch.Tensor]) -> npt.NDArray[np.bool_]:
+    """Return by table whether its ids are int64 of one dimension in an array of numpy; told at once where all are."""
+    if {*map(type, ids)} == {np.ndarray} and {*map(attrgetter("dtype", "ndim"), ids)} == {(_INT64, 1)}:
+        return np.ones(len(ids), bool)
+    return np.array([isinstance(one, np.ndarray) and one.dtype == _INT64 and one.ndim == 1 for one in ids], bool)
 
 
 def _aligned(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

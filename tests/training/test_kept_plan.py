@@ -20,7 +20,7 @@ from cnr_store.format.records import SlotSchema, TableSchema
 from cnr_store.runtime.ranks import OneRank
 from cnr_store.training.document import slot_documents
 from cnr_store.training.kept_plan import KeptPlan, LocalState
-from cnr_store.training.shards import hold
+from cnr_store.training.shards import hold, weights_of
 from cnr_store.training.state import (
     find_local_shards,
     live_slots,
@@ -250,3 +250,16 @@ def test_a_state_dict_hook_that_leaves_out_other_buffers_later_is_seen() -> None
     left_out.add("running_mean")
 
     assert before.keys() - planned.kept.state_plan().dense.keys() == {"scaling.running_mean"}
+
+
+def test_weights_of_many_shards_are_those_of_each() -> None:
+    model = nn.ModuleList(nn.Embedding(4, 2) for _ in range(3))
+    _, shards = find_local_shards(model, [], (), OneRank())
+    before = [*weights_of(shards)]
+    model[1].weight.data = torch.ones(4, 2)  # a library may give a parameter other memory
+
+    weights = weights_of(shards)
+
+    assert all(one is shard.view for one, shard in zip(before, shards, strict=True))
+    assert [one.data_ptr() for one in weights] == [shard.weight.data_ptr() for shard in shards]
+    assert weights[1].data_ptr() != before[1].data_ptr()
