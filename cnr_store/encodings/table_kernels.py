@@ -9,6 +9,7 @@ id of the first of them. Values and mirrors are C-contiguous, ``(count, d)`` and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,8 @@ def parts_of(
 ) -> npt.NDArray[np.int64]:
     """Return a line per table; ``values``: the addresses, 0 without. ``places``: what a line has of each mirror."""
     parts = np.empty((len(places), PART_FIELDS), np.int64)
-    parts[:, 0], parts[:, 1], parts[:, 2], parts[:, 3:] = starts, counts, values, places
+    parts[:, 0], parts[:, 1], parts[:, 2] = starts, counts, values
+    parts[:, 3:] = np.fromiter(chain.from_iterable(places), np.int64, 4 * len(places)).reshape(-1, 4)
     return parts
 
 

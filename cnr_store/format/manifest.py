@@ -16,13 +16,11 @@ from cnr_store.format.layout import array_path, segment_name
 from cnr_store.format.manifest_checks import entry_problems, manifest_problems
 from cnr_store.format.records import (
     MAJOR,
-    OPERATIONS,
     ArrayEntry,
     ArrayGroup,
     ChainEntry,
     DenseEntry,
     DocumentEntry,
-    ListLine,
     Manifest,
     ObjectEntry,
     PartEntry,
@@ -81,16 +79,16 @@ def expand(written: Written) -> Expanded:
     parts = []
     for line in written.parts:
         lists: dict[str, Any] = {}
-        for operation in OPERATIONS:
-            row_list: ListLine | None = getattr(line, operation)
+        given = (("add", line.add), ("set", line.set), ("delete", line.delete), ("escape", line.escape))
+        for operation, row_list in given:
             if row_list is not None:
-                if row_list.group not in groups:
-                    raise ValueError(f"part {line} has rows in {row_list.group}, which is no group of arrays")
+                path, count = row_list.group, row_list.count
+                if path not in groups:
+                    raise ValueError(f"part {line} has rows in {path}, which is no group of arrays")
                 lists[operation] = RowListEntry(
-                    count=row_list.count, first=row_list.first, last=row_list.last, group=groups[row_list.group],
-                    start=begun[row_list.group],
-                )  # fmt: skip
-                begun[row_list.group] += row_list.count
+                    count=count, first=row_list.first, last=row_list.last, group=groups[path], start=begun[path]
+                )
+                begun[path] += count
         parts.append(
             PartEntry(
                 table=line.table, rows=line.rows, columns=line.columns, base_digest=line.base_digest,
@@ -156,7 +154,11 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     ------
     CorruptStore, NewerFormat
     """
-    text = unpack(data, where)
+    return decode_text(unpack(data, where), where)
+
+
+def decode_text(text: bytes, where: str) -> Manifest:
+    """Return `decode_manifest` of the JSON text in what is stored."""
     try:
         document = _document_of(text, where)
     except CorruptStore:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from operator import attrgetter
 
 import msgspec
 import xxhash
@@ -71,12 +72,12 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
             yield from _form_problems(name, schema)
     fitting: Fitting = set()
     for part in manifest.parts:
-        if part.table not in manifest.tables:
+        own = manifest.tables.get(part.table)
+        if own is None:
             yield f"a part belongs to unknown table {part.table!r}"
-            continue
-        schema = manifest.tables[part.table]
-        yield from _part_problems(part, schema, form_of[id(schema)], fitting)
-    yield from _overlaps(manifest.parts)
+        elif not is_plain(part, own, form := form_of[id(own)], fitting):
+            yield from part_problems(part, own, form, fitting)
+    yield from _overlaps(manifest.parts_of)
     yield from _gaps(manifest)
     yield from _array_problems(manifest)
     yield from _chunk_problems(manifest)
@@ -137,14 +138,11 @@ def _scale_problems(table: str, encoding: Encoding, shift: int) -> Iterator[str]
         yield f"table {table!r} has scale {encoding.scale} and shift {shift}"
 
 
-def _overlaps(parts: tuple[PartEntry, ...]) -> Iterator[str]:
+def _overlaps(parts_of: Mapping[str, Sequence[PartEntry]]) -> Iterator[str]:
     """Parts of one table are disjoint rectangles: swept by their first row, beside those that have not ended."""
-    by_table: dict[str, list[PartEntry]] = {}
-    for part in parts:
-        if part.rows[0] < part.rows[1]:
-            by_table.setdefault(part.table, []).append(part)
-    for table, own in by_table.items():
-        if len(own) == 1:
+    for table, parts in parts_of.items():
+        own = [part for part in parts if part.rows[0] < part.rows[1]] if len(parts) > 1 else parts
+        if len(own) < 2:
             continue
         ends = iter(sorted(own, key=lambda part: part.rows[1]))
         next_end = next(ends)
@@ -165,11 +163,12 @@ def _overlaps(parts: tuple[PartEntry, ...]) -> Iterator[str]:
 
 def _gaps(manifest: Manifest) -> Iterator[str]:
     """Disjoint parts of a table make it up where their areas do: rows of no part would be taken for absent ones."""
-    areas: Counter[str] = Counter()
-    for part in manifest.parts:
-        areas[part.table] += (part.rows[1] - part.rows[0]) * (part.columns[1] - part.columns[0])
     for name, schema in manifest.tables.items():
-        if schema.keys == "dense" and areas[name] != schema.num_rows * schema.dim:
+        parts = manifest.parts_of.get(name, ())
+        if len(parts) == 1 and parts[0].rows == (0, schema.num_rows) and parts[0].columns == (0, schema.dim):
+            continue  # nearly all
+        area = sum((one.rows[1] - one.rows[0]) * (one.columns[1] - one.columns[0]) for one in parts)
+        if schema.keys == "dense" and area != schema.num_rows * schema.dim:
             yield f"the parts of table {name!r} of shape ({schema.num_rows}, {schema.dim}) do not make it up"
 
 
@@ -200,7 +199,25 @@ Fitting = set[tuple[int, int, str, int]]
 width. They are compared once, however many tables are alike."""
 
 
-def _part_problems(part: PartEntry, schema: TableSchema, form: int, fitting: Fitting) -> Iterator[str]:
+def is_plain(part: PartEntry, schema: TableSchema, form: int, fitting: Fitting) -> bool:
+    """Whether a part has differences in one chunk of a whole table, as nearly all of a delta, and no problem.
+
+    False says nothing: `part_problems` does.
+    """
+    one = part.add
+    if one is None or part.set is not None or part.delete is not None or part.escape is not None:
+        return False
+    is_whole = part.rows == (0, schema.num_rows) and part.columns == (0, schema.dim) and schema.keys == "dense"
+    fits = (id(one.group), form, "add", schema.dim) in fitting and len(one.first) == len(one.last) == 1
+    if not is_whole or not fits:
+        return False
+    chunk_rows, first, last = one.group["rows"].chunk_rows, one.first[0], one.last[0]
+    is_inside = first >= 0 and last < schema.num_rows and one.count <= last - first + 1
+    return is_inside and one.start % chunk_rows + one.count <= chunk_rows
+
+
+def part_problems(part: PartEntry, schema: TableSchema, form: int, fitting: Fitting) -> Iterator[str]:
+    """Yield what is wrong with a part of a table of this schema, whose form has that number; adds to ``fitting``."""
     start, stop = part.columns
     if not start < stop <= schema.dim:
         yield f"part {part} has columns {part.columns} of {schema.dim}"
@@ -247,13 +264,8 @@ def _misfits(group: Mapping[str, ArrayEntry], schema: TableSchema, operation: st
 def _array_problems(manifest: Manifest) -> Iterator[str]:
     """Arrays that are no dense pack or have chunks too large to decode; groups that hold lists of two operations."""
     operations: dict[str, str] = {}
-    groups = {
-        (id(row_list.group), operation): row_list.group
-        for part in manifest.parts
-        for operation in OPERATIONS
-        if (row_list := getattr(part, operation)) is not None
-    }
-    for (_, operation), own in groups.items():
+    groups = [(operation, own) for operation in OPERATIONS for own in _groups_of(manifest, operation)]
+    for operation, own in groups:
         weights = next((own[name].path for name in ("codes", "values", "rows") if name in own), "")
         if operations.setdefault(weights, operation) != operation:
             yield f"array {weights} holds {operation} and {operations[weights]} rows"
@@ -263,6 +275,12 @@ def _array_problems(manifest: Manifest) -> Iterator[str]:
         if len(array.shape) != 1:
             yield f"dense array {array.path} has shape {array.shape}"
         yield from _size_problems(array, CHUNK_BYTES)
+
+
+def _groups_of(manifest: Manifest, operation: str) -> Collection[Mapping[str, ArrayEntry]]:
+    """The groups that have a list of this operation, each once."""
+    lists = map(attrgetter(operation), manifest.parts)
+    return {id(one.group): one.group for one in lists if one is not None}.values()
 
 
 def _size_problems(array: ArrayEntry, most_bytes: int) -> Iterator[str]:
@@ -283,8 +301,7 @@ def _order_problems(manifest: Manifest) -> Iterator[str]:
     A reader finds that vector by its path, and gives it to a kernel without checks of bounds.
     """
     by_path = {array.path: array for array in manifest.arrays}
-    groups = {id(part.add.group): part.add.group for part in manifest.parts if part.add is not None}
-    codes = {arrays["codes"].path for arrays in groups.values() if "codes" in arrays}
+    codes = {arrays["codes"].path for arrays in _groups_of(manifest, "add") if "codes" in arrays}
     for array in (*manifest.arrays, *manifest.dense_arrays):
         if array.order is msgspec.UNSET:
             continue

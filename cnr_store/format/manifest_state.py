@@ -90,10 +90,13 @@ def changes_of(
     by_table: dict[str, list[PartLine]] = {}
     for part in parts:
         by_table.setdefault(part.table, []).append(part)
+    has_rows = {one.table for one in parts if one.add or one.set or one.delete or one.escape}
     changed = {
         name: schema
         for name, schema in tables.items()
-        if schema != base.tables.get(name) or not _is_as_before(by_table.get(name), base.parts_of.get(name, ()))
+        if name in has_rows  # most that were given, told without looking at those before
+        or schema != base.tables.get(name)
+        or not _is_as_before(by_table.get(name), base.parts_of.get(name, ()))
     }
     return ManifestChanges(
         changed,
@@ -104,11 +107,9 @@ def changes_of(
 
 
 def _is_as_before(parts: Sequence[PartLine] | None, before: Iterable[PartEntry]) -> bool:
-    """Whether the parts have no rows, and the same rectangles and state digests as those before."""
+    """Whether parts without rows have the same rectangles and state digests as those before."""
     if parts is None:
         return True
-    if any((part.add, part.set, part.delete, part.escape) != (None, None, None, None) for part in parts):
-        return False  # most that were given, told without looking at those before
     # Counted: a hashed table has a part of the same (no) rows from each of several writers.
     return Counter((part.rows, part.columns, part.state_digest) for part in parts) == Counter(
         (part.rows, part.columns, part.state_digest) for part in before

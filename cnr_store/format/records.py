@@ -8,6 +8,8 @@ table, and none of them can be part of a cycle, so the garbage collector need no
 from __future__ import annotations
 
 from functools import cached_property
+from itertools import chain
+from operator import attrgetter
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -484,6 +486,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def parts_of(self) -> dict[str, tuple[PartEntry, ...]]:
         """The parts by table; a table without one is not there."""
+        alone: dict[str, tuple[PartEntry, ...]] = {part.table: (part,) for part in self.parts}
+        if len(alone) == len(self.parts):  # of each table one, as nearly always
+            return alone
         found: dict[str, list[PartEntry]] = {}
         for part in self.parts:
             found.setdefault(part.table, []).append(part)
@@ -492,8 +497,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def changed_rows(self) -> int:
         """Rows in all row lists of all parts."""
-        lists = (entry for part in self.parts for entry in (part.add, part.set, part.delete, part.escape))
-        return sum(entry.count for entry in lists if entry is not None)
+        lists = chain.from_iterable(map(attrgetter(operation), self.parts) for operation in OPERATIONS)
+        return sum(int(entry.count) for entry in lists if entry is not None)
 
 
 class Hint(msgspec.Struct, frozen=True):

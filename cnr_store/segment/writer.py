@@ -23,7 +23,7 @@ from cnr_store.format.documents import compressed, nests_deeper, pack, sha256, t
 from cnr_store.format.fields import ArrayDtype, TensorDtype
 from cnr_store.format.layout import array_path
 from cnr_store.format.limits import MAX_MANIFEST_BYTES, MAX_OWN_DOCUMENT_BYTES, MAX_USER_NESTING
-from cnr_store.format.manifest import decode_manifest
+from cnr_store.format.manifest import decode_text
 from cnr_store.format.manifest_state import changes_of
 from cnr_store.format.records import (
     ArrayEntry,
@@ -361,12 +361,13 @@ def write_manifest(storage: Storage, name: str, document: SegmentDocument) -> tu
     BadInput
         No reader would take it: what was given cannot be stored.
     """
-    data = pack(document)
+    text = text_of(document)
     key = layout.segment_key(name, layout.MANIFEST)
     try:
-        manifest = decode_manifest(data, key)
+        manifest = decode_text(text, key)
     except CorruptStore as error:
         raise BadInput(f"this cannot be saved, because no reader would take it: {error}", path=key) from error
+    data = compressed(text)
     storage.put_document(key, data, MAX_MANIFEST_BYTES)
     storage.sync_folders([key])
     return sha256(data), len(data), manifest

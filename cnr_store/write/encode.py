@@ -198,7 +198,9 @@ def check_arrays(
     ------
     BadInput, BadShape, BadDtype
     """
-    given = {"codes": values, **{f"slots/{name}": array for name, array in slots.items()}}
+    given = {"codes": values}
+    for name, array in slots.items():
+        given["slots/" + name] = array
     if given.keys() != specs.keys():
         expected = sorted(name.removeprefix("slots/") for name in specs.keys() - {"codes"})
         raise BadInput(

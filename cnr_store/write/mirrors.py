@@ -79,6 +79,10 @@ class Mirrors:
             return self._staged[shard][1]
         return self._digests.get(shard)
 
+    def with_digest(self, shard: Shard) -> tuple[TableCodes | None, int | None]:
+        """Return `get` and `digest` of a shard."""
+        return self._staged.get(shard) or (self._codes.get(shard), self._digests.get(shard))
+
     def committed_digest(self, shard: Shard) -> int | None:
         """Return the state digest of the head's state, without a staged resize."""
         return self._digests.get(shard)
@@ -232,7 +236,7 @@ def apply_rows(changes: Iterable[tuple[EncodedRows, TableCodes]], workers: Worke
     for encoded, mirror in changes:
         if encoded.run is None:
             apply_alone(encoded, mirror, workers)
-        elif encoded.count:
+        elif encoded.stop > encoded.start:
             together.setdefault(id(encoded.run), []).append((encoded, mirror))
     for own in together.values():
         _add_together(own, workers)
@@ -257,7 +261,7 @@ def _add_together(own: Sequence[tuple[EncodedRows, TableCodes]], workers: Worker
     assert run is not None  # asked before
     mirrors = [mirror for _, mirror in own]
     starts = np.array([encoded.start for encoded, _ in own], np.int64)
-    counts = np.array([encoded.count for encoded, _ in own], np.int64)
+    counts = np.array([encoded.stop for encoded, _ in own], np.int64) - starts
     for name in mirrors[0].arrays:
         parts = table_kernels.parts_of(starts, counts, 0, [mirror.place_of(name) for mirror in mirrors])
         is_wrapping = np.zeros(len(own), np.bool_)

@@ -246,16 +246,18 @@ class StagedTables:
         held = [None if schema.keys == "hashed" else place.rows for schema, place in zip(schemas, places, strict=True)]
         row_ids = own_row_ids([one.row_ids for one in updates], held, [one.table for one in updates])
         given = []
+        options_of = self._schemas.options_of
         for update, schema, shard, place, rows in zip(updates, schemas, shards, places, row_ids, strict=True):
             if schema.keys == "hashed":
                 mine.keys.check(update.table, rows)
             mirror, base = self._mirror(shard)
             specs = array_specs(schema, place.columns) if mirror is None else mirror.specs_in(schema)
             arrays = check_arrays(update.table, specs, len(rows), update.values, update.slots)
-            floats = {name: as_columns(np.asarray(array)) for name, array in arrays.items()}
-            on_bad_rows = update.nonfinite or options_on_bad_rows(self._schemas.options_of(update.table))
-            touched = TouchedTable(update.table, specs, mirror, rows, floats, base, on_bad_rows)
-            given.append((shard, touched))
+            for name, array in arrays.items():
+                if array.__class__ is not np.ndarray or array.ndim != 2:
+                    arrays[name] = as_columns(np.asarray(array))
+            on_bad_rows = update.nonfinite or options_on_bad_rows(options_of(update.table))
+            given.append((shard, TouchedTable(update.table, specs, mirror, rows, arrays, base, on_bad_rows)))
         return given
 
     def _check_touched(self, given: Sequence[tuple[Shard, TouchedTable]]) -> None:
@@ -296,7 +298,7 @@ class StagedTables:
         """The mirror that rows of a shard are laid over, and its digest: a hashed table has none, its name may have."""
         if self._schemas.tables[shard.table].keys == "hashed":
             return None, None
-        return self._state.mirrors.get(shard), self._state.mirrors.digest(shard)
+        return self._state.mirrors.with_digest(shard)
 
     def _keep_rows(self, shard: Shard, encoded: EncodedRows) -> None:
         before = self._digests.get(shard)

@@ -17,12 +17,12 @@ from cnr_store.errors import BadShape
 from cnr_store.format.documents import pack
 from cnr_store.format.limits import MAX_DIM
 from cnr_store.format.manifest import decode_manifest
-from cnr_store.format.manifest_checks import manifest_problems
-from cnr_store.format.records import Manifest, PartEntry, TableSchema
+from cnr_store.format.manifest_checks import Fitting, is_plain, manifest_problems, part_problems
+from cnr_store.format.records import ArrayEntry, ListLine, Manifest, PartEntry, RowListEntry, TableSchema
 from cnr_store.log.author import writer_info
 from cnr_store.log.rebase import draft_after, rebase_expire
 from cnr_store.segment.writer import write_manifest
-from cnr_store.types import Raw
+from cnr_store.types import Lattice, Raw
 from format_spec.reader.compare import compare
 from tests.support.documents import segment_document
 
@@ -131,3 +131,34 @@ def test_a_table_name_of_more_bytes_than_characters_is_refused(store: Store) -> 
 
     with pytest.raises(CorruptStore, match="1024 bytes"):
         decode_manifest(pack({**manifest, "tables": tables}), "here")
+
+
+SPAN = st.tuples(st.integers(0, 5), st.integers(0, 5)).map(sorted).map(tuple)
+LISTS = st.builds(
+    ListLine, group=st.just("a.add-0"), count=st.integers(1, 4),
+    first=st.lists(st.integers(-1, 4), max_size=2).map(tuple), last=st.lists(st.integers(0, 5), max_size=2).map(tuple),
+)  # fmt: skip
+
+
+@given(
+    rows=st.just((0, 4)) | SPAN, columns=st.just((0, 2)) | SPAN, add=LISTS | st.none(), chunk_rows=st.integers(3, 7),
+    keys=st.sampled_from(["dense", "dense", "hashed"]),
+)  # fmt: skip
+def test_parts_are_told_to_be_plain_if_they_are_whole_and_have_no_problem(
+    rows: Any, columns: Any, add: ListLine | None, chunk_rows: int, keys: Any
+) -> None:
+    group = {
+        name: ArrayEntry(
+            path=f"a.add-0.{name}", dtype="int64", codec="digits", shape=shape, chunk_rows=chunk_rows, start=0, count=9
+        )
+        for name, shape in (("rows", (9,)), ("codes", (9, 2)))
+    }
+    schema = TableSchema(num_rows=4, dim=2, dtype="float32", keys=keys, encoding=Lattice(scale=1.0))
+    entry = None if add is None else RowListEntry(count=add.count, first=add.first, last=add.last, group=group, start=3)
+    part = PartEntry(table="t", rows=rows, columns=columns, add=entry)
+    fitting: Fitting = {(id(group), 0, "add", 2)}
+
+    problems = list(part_problems(part, schema, 0, fitting))
+
+    is_whole = (rows, columns, keys) == ((0, 4), (0, 2), "dense") and entry is not None and entry.chunks == 1
+    assert is_plain(part, schema, 0, fitting) == (is_whole and not problems)
