@@ -6,7 +6,8 @@ rank 1 begins anew and the others survive, and for comparison all begin anew. By
 wire bytes of the dense state not among them.
 
 ``peers``: the same on SeaweedFS behind a link of 1 Gbit/s; the rows of rank 1 come from a peer's memory (`PeerCopies`),
-and for comparison from the store. Ranks send to each other over loopback, without a link.
+and for comparison from the store. Ranks send to each other over loopback, without a link. ``copies``: what it costs in
+ordinary saves to a local disk that peers get copies of them; a training with copies and one without save in turn.
 
 ``quality``: small models are trained on clicks in time order. At 1, 3 or 20 steps, each half way between two of 20
 saves, a quarter of the rows of each table and their slots become what they were at the last save, the rest goes on
@@ -159,6 +160,35 @@ def recover_from_peers(
     return {name: taken[1:] for name, taken in found.items()}
 
 
+def save_with_copies(folder: str, rows: int, bits: int, repeats: int) -> dict[str, list[list[float]]]:
+    """Return, by whether peers get copies, what each delta cost.
+
+    The longest stall of a rank, seconds until all ranks were done with it, CPU seconds of all ranks.
+    """
+    sides = {}
+    for name, peers in (("copies", PeerCopies(memory_bytes=4 << 30)), ("none", None)):
+        training = Training(rows, bits)
+        sides[name] = training, training.manager(f"{folder}/{name}", peers=peers)
+    found: dict[str, list[list[float]]] = {name: [] for name in sides}
+    for number in range(repeats + 2):  # baselines, and deltas that warm up
+        for name in list(sides)[:: 1 if number % 2 else -1]:
+            training, manager = sides[name]
+            training.step(number)
+            manager.step()
+            dist.barrier()
+            cpu, started = time.process_time(), time.perf_counter()
+            manager.save(wait=False)
+            stall = time.perf_counter() - started
+            manager.wait_until_finished()
+            used = time.process_time() - cpu
+            stalls: list[Any] = [None] * WORLD
+            dist.all_gather_object(stalls, stall)
+            found[name].append([max(stalls), time.perf_counter() - started, *sum_over_ranks(used)])
+    for _, manager in sides.values():
+        manager.close()
+    return {name: taken[2:] for name, taken in found.items()}
+
+
 def row_state(model: SmallDLRM, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the tables and what an optimizer has of their rows; live."""
     found = []
@@ -255,7 +285,29 @@ def bench_peers(report: Report, options: argparse.Namespace) -> None:
     report.table("One recovery of all ranks; rank 0's memory", columns, table)
 
 
-SECTIONS = {"peers": bench_peers, "cost": bench_cost, "quality": bench_quality}
+def bench_copies(report: Report, options: argparse.Namespace) -> None:
+    """Stall, time and CPU of a save whose copies peers get against one without."""
+    table = []
+    for name, bits in (("8 bits", 8), ("exact", 0)):
+        with data_folder(options.folder) as folder:
+            found = on_ranks(
+                WORLD, "bench_recovery", "save_with_copies", str(folder), options.rows, bits, 4 * options.repeats
+            )  # fmt: skip
+        for at, what in enumerate(("stall", "time", "CPU")):
+            pairs = [a[at] / b[at] for a, b in zip(found["copies"], found["none"], strict=True)]
+            report.add(
+                f"{what} of a save, peers get copies / none, {name}", statistics.median(pairs), low=min(pairs),
+                high=max(pairs),
+            )  # fmt: skip
+        for way, taken in found.items():
+            stall, took, cpu = (statistics.median(column) for column in zip(*taken, strict=True))
+            table.append((name, way, 1e3 * stall, took, cpu))
+    report.table(
+        f"One delta of {BATCH * 8:,} lookups", ("stored", "peers get", "stall, ms", "all ranks done, s", "CPU s"), table
+    )
+
+
+SECTIONS = {"peers": bench_peers, "copies": bench_copies, "cost": bench_cost, "quality": bench_quality}
 
 
 def main() -> None:

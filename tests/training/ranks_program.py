@@ -185,7 +185,7 @@ class RankTraining:
 
 @dataclass
 class Calls:
-    """The storage calls of a rank since `arm`; at one of them it may be killed, or sleep."""
+    """The storage calls of a rank since `arm`; at one of them it may be killed, others along with it, or sleep."""
 
     job: dict[str, Any]
     rank: int
@@ -211,6 +211,8 @@ class Calls:
 
     def _reach(self, index: int, when: When) -> None:
         if self.job.get("kill") == [self.rank, index, when]:
+            for rank in self.job.get("along", ()):
+                os.kill(noted(Path(self.job["folder"]), self.job["name"], rank, "pid")[0], signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
         if self.job.get("slow") == [self.rank, index, when]:
             time.sleep(self.job["sleep_s"])
@@ -304,6 +306,8 @@ def run_recovering_rank(job: dict[str, Any], rank: int, world: int) -> int:
         join(job, rank, world)
         manager = managed(job, training)
         manager.restore()
+        note(job, rank, "pid", os.getpid())
+        dist.barrier()
         calls.is_armed = True
         try:
             for number in range(job["steps"]):
@@ -314,6 +318,7 @@ def run_recovering_rank(job: dict[str, Any], rank: int, world: int) -> int:
                 manager.step(reader_state={"next": number + 1})
                 manager.wait_until_finished()
                 note(job, rank, "kept", manager.peer_nbytes)
+                note(job, rank, "saved", [[report.version, report.step] for report in manager.history])
             manager.close()
         except (CnrStoreError, RuntimeError):
             survivor = manager.survivor()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cnr_store import Store
@@ -13,6 +15,7 @@ from tests.training.test_partial_recovery import SHARDED, STEPS, check_recovered
 from tests.training.test_ranks_killed import Calm, Launcher, calm, check_what_is_stored, launcher, outputs, same
 
 PLENTY = {"memory_bytes": 1 << 20}
+ALL = {0, 1, 2, 3}
 
 __all__ = ["calm", "launcher"]  # fixtures
 
@@ -124,6 +127,60 @@ def test_only_objects_of_the_newest_chain_are_kept(launcher: Launcher, tmp_path:
     assert not reads_of_tables(tmp_path, 2)
     for _, first, second, third in [one for one in kept(tmp_path) if len(one) == 4]:
         assert 0 < third < 2 * first == 2 * second
+
+
+def check_nothing_acknowledged_was_lost(folder: Path, lost: set[int]) -> int:
+    """The ranks go on from a save that is no older than any that a rank had heard of; returns its step."""
+    if len(lost) < 4:
+        _, saved = check_recovered(folder, lost)
+    else:
+        (saved,) = {noted(folder, "partial", rank, "recovered")[0][0] for rank in range(4)}
+        for rank in range(4):
+            before, after = (logged_state(folder, "partial", rank, step) for step in (saved, -2))
+            for name, array in before.items():
+                same(after[name], array, f"rank {rank}, {name}")
+    with Store.open(str(folder / "store")) as store:
+        for rank in range(4):
+            # What it heard of before the loss, and while it found out about it.
+            for reports in (*noted(folder, "partial", rank, "saved"), *noted(folder, "partial", rank, "known")):
+                for version, step in reports:
+                    assert store.snapshot(version).step == step <= saved
+    return saved
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_nothing_acknowledged_is_lost_in_fifty_kills(launcher: Launcher, calm: Calm, tmp_path: Path) -> None:
+    """One of four ranks, two that keep each other's copies, two that do not, three, all; at calls drawn with a seed."""
+    random = np.random.default_rng(0)
+    losses = [
+        *[{0}, {1}, {2}, {3}] * 6,
+        *[{0, 1}, {2, 3}, {1, 2}, {0, 3}] * 3,
+        *[{0, 1, 2}, {1, 2, 3}] * 2,
+        *[ALL] * 10,
+    ]
+    counts: Counter[str] = Counter()
+    for number, lost in enumerate(losses):
+        first, *along = random.permutation(sorted(lost)).tolist()
+        begins = calm.index(0, "create commits/", 2) + 1 if first == 0 else calm.index(first, "/_receipt.json.zst", 2)
+        index, when = int(random.integers(begins, calm.of_saves(first))), str(random.choice(["before", "after"]))
+        what = f"number {number}: {first} {when} call {index} ({calm.calls[first][index]}), along with {along}"
+        folder = tmp_path / str(number)
+        folder.mkdir()
+
+        codes = launcher.run(
+            folder, "partial", STEPS, recovers=True, kill=[first, index, when], along=along, peers=PLENTY
+        )
+
+        assert codes == [0] * 4, what + outputs(folder)
+        saved = check_nothing_acknowledged_was_lost(folder, lost)
+        assert check_what_is_stored(folder, "partial") == STEPS, what
+        counts[f"{len(lost)} lost"] += 1
+        counts[f"from step {saved}"] += 1
+        counts["ranks that read from a peer"] += sum(from_peer(folder, rank) > 0 for rank in lost)
+    assert len(losses) == 50
+    assert counts["ranks that read from a peer"] > 24
+    print(counts)  # noqa: T201 - the soak's result
 
 
 @pytest.mark.parametrize(("part", "occurrence", "when", "fresh"), [
