@@ -10,6 +10,7 @@ one byte, the symbol of a Huffman coder (`format_spec/decisions/0021`). Pure, no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,7 +86,7 @@ def _uppers(lowest: int) -> list[Bases]:
 
 def _holds(bases: Bases, low: int, high: int, dtype: np.dtype[Any]) -> bool:
     least, most = reach(bases)
-    return (least <= low and high <= most) or np.prod(bases, dtype=object) >= 1 << 8 * dtype.itemsize
+    return (least <= low and high <= most) or math.prod(bases) >= 1 << 8 * dtype.itemsize
 
 
 def pack(values: Integers, bases: Bases, out: Bytes) -> int:

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import msgspec
@@ -229,11 +229,13 @@ class SegmentWriter:
         self._kept.append(name)
 
     def finish(
-        self, *, txn: str, rank: int, world: int, attempt: str, base: int, l0: int, parts: Sequence[WrittenPart]
-    ) -> Receipt:
+        self, *, txn: str, rank: int, world: int, attempt: str, base: int, l0: int, parts: Sequence[WrittenPart],
+        syncs: bool = True,
+    ) -> Receipt:  # fmt: skip
         """Put everything that is buffered, make all objects durable, and return the receipt. Blocks.
 
-        ``parts`` in the order in which their lists were written; rank 0 puts the segment's group document, too.
+        ``parts`` in the order in which their lists were written; rank 0 puts the segment's group document, too. Without
+        ``syncs`` the names of the objects are not durable yet: give `paths` to `write_manifest`.
         """
         for group in (one for one in self._shared.values() if one.rows):  # a list that failed may have been its first
             self._waiting += list(self._rest_of(group))
@@ -242,7 +244,8 @@ class SegmentWriter:
         self._workers.run(self._waiting)
         self._waiting = []
         self._forget_attempts()
-        self._storage.sync_folders(layout.segment_key(self.name, path) for path in self._objects)
+        if syncs:
+            self._storage.sync_folders(layout.segment_key(self.name, path) for path in self._objects)
         groups = {path: self._stored(path, entries) for path, entries in self._groups.items()}
         packs = [self._stored(f"{self.folder}.dense", {name: one}) for name, one in self._dense_arrays.items()]
         whole = (*self._groups.values(), self._dense_arrays)
@@ -254,6 +257,11 @@ class SegmentWriter:
             kept=tuple(sorted(self._kept)),
             objects=tuple(self._objects[path] for path in sorted(self._objects) if path not in inside),
         )  # fmt: skip
+
+    @property
+    def paths(self) -> list[str]:
+        """The objects that were put, relative to the segment."""
+        return [*self._objects]
 
     def _forget_attempts(self) -> None:
         """Delete what was put of lists that were written again. It stays where deleting is not allowed."""
@@ -337,7 +345,7 @@ def check_dense_dtype(name: str, dtype: np.dtype[Any], logical: str | None) -> N
     ------
     BadDtype
     """
-    held = dtype.name  # numpy computes it at each call
+    held = _dtype_name(dtype)
     if held not in _DENSE_DTYPES:
         raise BadDtype(
             f"dense tensor {name!r} has dtype {dtype}, which a store cannot hold; use one of {sorted(_DENSE_DTYPES)}",
@@ -351,10 +359,18 @@ def check_dense_dtype(name: str, dtype: np.dtype[Any], logical: str | None) -> N
         )  # fmt: skip
 
 
-def write_manifest(storage: Storage, name: str, document: SegmentDocument) -> tuple[str, int, Manifest]:
+@lru_cache(maxsize=64)
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    return dtype.name  # numpy computes it at each call
+
+
+def write_manifest(
+    storage: Storage, name: str, document: SegmentDocument, beside: Iterable[str] = ()
+) -> tuple[str, int, Manifest]:
     """Put the manifest durably; returns its sha256, its size, and what a reader makes of it.
 
-    The segment is complete then, and still invisible.
+    The segment is complete then, and still invisible. ``beside``: paths of its objects whose names become durable with
+    that of the manifest, each folder by one sync.
 
     Raises
     ------
@@ -369,7 +385,7 @@ def write_manifest(storage: Storage, name: str, document: SegmentDocument) -> tu
         raise BadInput(f"this cannot be saved, because no reader would take it: {error}", path=key) from error
     data = compressed(text)
     storage.put_document(key, data, MAX_MANIFEST_BYTES)
-    storage.sync_folders([key])
+    storage.sync_folders([key, *(layout.segment_key(name, path) for path in beside)])
     return sha256(data), len(data), manifest
 
 

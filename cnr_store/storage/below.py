@@ -31,9 +31,9 @@ def open_below(folder: int, path: str, flags: int) -> int:
     fd = os.dup(folder)
     try:
         for part in parents:
-            fd, above = _open_one(fd, part, FOLDER), fd
+            fd, above = open_one(fd, part, FOLDER), fd
             os.close(above)
-        return _open_one(fd, name, flags)
+        return open_one(fd, name, flags)
     finally:
         os.close(fd)
 
@@ -54,13 +54,14 @@ def make_below(folder: int, path: str) -> int:
                 os.mkdir(part, dir_fd=above)
             except FileExistsError:
                 pass
-            fd = _open_one(above, part, FOLDER)
+            fd = open_one(above, part, FOLDER)
         finally:
             os.close(above)
     return fd
 
 
-def _open_one(folder: int, name: str, flags: int) -> int:
+def open_one(folder: int, name: str, flags: int) -> int:
+    """Return a descriptor of an entry of an open folder; raises as `open_below`."""
     try:
         return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     except NotADirectoryError:

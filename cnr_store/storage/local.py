@@ -32,7 +32,7 @@ from cnr_store.storage.base import (
     check_prefix,
     is_key,
 )
-from cnr_store.storage.below import FOLDER, LISTED_FOLDER, make_below, open_below
+from cnr_store.storage.below import FOLDER, LISTED_FOLDER, make_below, open_below, open_one
 from cnr_store.storage.failures import is_denied, storage_failure
 from cnr_store.storage.redaction import Secrets
 
@@ -99,8 +99,7 @@ class LocalStorage(Storage):
                 _unlink_quietly(temporary, folder)
             # Also after a refusal: the existing object may be ours (NFS repeats a request whose reply was lost), and
             # must be durable before the caller reads it back and acknowledges it.
-            for above in _folders_of(key):
-                self._sync(above)
+            self._sync_above([key])
         except OSError as error:
             # The object gets its name after its bytes, so here it does not exist and the caller need not retry.
             is_nothing = not is_written and (error.errno in _NO_SPACE or error.errno == errno.ELOOP)
@@ -188,11 +187,12 @@ class LocalStorage(Storage):
 
     def sync_folders(self, keys: Iterable[str]) -> None:
         """Fsync every folder between these keys and the root, the root included, deepest first, once each."""
-        for folder in _folders_of(*[check_key(key) for key in keys]):
-            try:
-                self._sync(folder)
-            except OSError as error:
-                raise self._failure(error, "syncing the folder", folder) from error
+        given = [check_key(key) for key in keys]
+        try:
+            self._sync_above(given)
+        except OSError as error:
+            first = next(filter(self._link_on_the_way_to, given), next(iter(given), ""))
+            raise self._failure(error, "syncing the folders of", first) from error
 
     def sweep(self, prefix: str = "", *, older_than_s: float = 86_400.0) -> int:
         """Delete temporary files older than ``older_than_s`` and empty folders; return the number of files."""
@@ -285,9 +285,15 @@ class LocalStorage(Storage):
             for made in missing:
                 _sync_folder(os.open(os.path.dirname(made), LISTED_FOLDER))
 
-    def _sync(self, folder: str) -> None:
+    def _sync_above(self, keys: Iterable[str]) -> None:
+        """Fsync every folder between these keys and the root, deepest first; each is opened from the one above."""
         if self.fsync:
-            _sync_folder(self._open(folder, LISTED_FOLDER))
+            tree: _Folders = {}
+            for key in keys:
+                inside = tree
+                for part in key.split("/")[:-1]:
+                    inside = inside.setdefault(part, {})
+            _sync_tree(os.open(self.root, LISTED_FOLDER), tree)
 
     @contextlib.contextmanager
     def _opened(self, folder: str, flags: int = FOLDER) -> Iterator[int]:
@@ -357,6 +363,21 @@ def _write_all(fd: int, data: bytes | memoryview) -> None:
     view = view.cast("B") if view.contiguous else memoryview(view.tobytes())
     while len(view):
         view = view[os.write(fd, view[:_WRITE_BYTES]) :]
+
+
+_Folders = dict[str, "_Folders"]
+"""Names of folders, and what is to be synced in each."""
+
+
+def _sync_tree(fd: int, inside: _Folders) -> None:
+    """Fsync what is named in an open folder, then the folder, and close it."""
+    try:
+        for name in sorted(inside):
+            _sync_tree(open_one(fd, name, LISTED_FOLDER), inside[name])
+    except BaseException:
+        os.close(fd)
+        raise
+    _sync_folder(fd)
 
 
 def _sync_folder(fd: int) -> None:

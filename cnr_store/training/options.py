@@ -21,8 +21,13 @@ from cnr_store.write.table_options import TableOptions
 from cnr_store_gpu import Movement
 from cnr_store_gpu.tracker import InFlight
 
-WhenBusy = Literal["wait", "skip", "refuse"]
-"""What a due save does while another one is running: wait for it, leave its rows to the next save, or raise."""
+WhenBusy = Literal["wait", "later", "skip", "refuse"]
+"""What a due save does while another one is running.
+
+``wait``: the training waits for that one. ``later``: the save begins at the first step after that one is over, and has
+the rows of all steps since; with ``every_steps=1`` saves follow each other as fast as they are written, and no step
+waits. ``skip``: its rows are left to the next save that is due. ``refuse``: raise.
+"""
 
 OnError = Literal["raise", "warn"]
 """What a failed save does at the next `step`: stop the training or warn. Its rows stay dirty either way."""

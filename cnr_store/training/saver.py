@@ -572,7 +572,7 @@ def save_due(saver: Saver) -> None:
     if when_busy != "wait" and any(together(saver.training.control, lambda: saver.is_saving)):
         if when_busy == "refuse":
             raise SaveInProgress(
-                f'the save before step {step} is still under way; save less often, or choose when_busy="wait" or "skip"'
+                f'the save before step {step} is still under way; save less often, or choose when_busy="later"'
             )
         if when_busy == "skip":
             saver.mark_saved()

@@ -87,6 +87,8 @@ def as_tensor(array: Array, dtype: str) -> torch.Tensor:
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous copy in host memory that later training does not change."""
+    if tensor.is_cpu:
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 

@@ -175,13 +175,21 @@ class StagedSegment:
             return None
         return self._state.snapshot.manifests[self.draft.keep - 1]
 
+    @property
+    def paths(self) -> list[str]:
+        """The objects of rank 0, whose names become durable with the manifest's."""
+        return self._out.paths
+
     def check_complete(self, user: Mapping[str, JsonValue] | None) -> None:
         """Raise `BadInput` if the commit lacks something."""
         self.tables.check_complete()
         check_json("user", user or {})
 
     def write(self) -> tuple[Receipt, str | None]:
-        """Put this rank's objects and return their receipt, and its sha256 if it was put: rank 0 puts none. Blocks."""
+        """Put this rank's objects and return their receipt, and its sha256 if it was put: rank 0 puts none. Blocks.
+
+        The objects of rank 0 are not durable yet (`paths`).
+        """
         ranks, out = self._state.setup.ranks, self._out
         base = self.base_manifest
         parts = self.tables.write_parts(base)
@@ -189,6 +197,7 @@ class StagedSegment:
         receipt = out.finish(
             txn=self.draft.txn, rank=ranks.rank, world=ranks.world, attempt=self._attempt,
             base=self._state.head.record.v, l0=self.draft.l0, parts=parts,
+            syncs=ranks.rank > 0,
         )  # fmt: skip
         # Rank 0 commits, and only it would read its own receipt: the manifest has everything.
         return receipt, out.put_receipt(receipt) if ranks.rank > 0 else None

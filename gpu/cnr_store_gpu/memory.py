@@ -21,6 +21,8 @@ Tensors = Callable[[], Sequence[torch.Tensor]]
 
 def needed_bytes(tensor: torch.Tensor) -> int:
     """Return how many bytes the storage of a strided tensor must have for its elements."""
+    if tensor.is_contiguous():
+        return int(tensor.storage_offset()) * tensor.itemsize + tensor.nbytes if tensor.nbytes else 0
     if tensor.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

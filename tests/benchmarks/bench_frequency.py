@@ -3,7 +3,8 @@
 ``python tests/benchmarks/bench_frequency.py [--models trace,zipf300] [--places disk,1] [--divided-by 1] [--quick]``:
 models that are trained for real. Each round, `torch.save` and `dcp.async_save` with a kept stager save once, the store
 after 1, 8, 64 and 256 steps and with all rows touched. Then the same training runs without a manager, with one that
-never saves, one that saves after every step, and one with ``every_steps="auto"``, in turn.
+never saves, one that saves every step alone, one that saves the steps trained while a save is written in the next one,
+and one with ``every_steps="auto"``, in turn.
 """
 
 from __future__ import annotations
@@ -241,7 +242,8 @@ def measure_training(
     stores = {
         NEVER[0]: None,
         NEVER[1]: Cnr(BITS),
-        "saves after every step": Cnr(BITS, every_steps=1),
+        "a save of every step": Cnr(BITS, every_steps=1),
+        "every step, those that come while one is written in the next": Cnr(BITS, every_steps=1, when_busy="later"),
         f'every_steps="auto", {AUTO:.0%}': Cnr(BITS, every_steps="auto", overhead=AUTO),
     }
     sides = {name: Side(make(), store) for name, store in stores.items()}

@@ -30,6 +30,7 @@ from cnr_store.encodings.widths import EXACT_MANTISSA_BITS
 from cnr_store.maintenance.compaction.plan import DEFAULT_POLICY
 from cnr_store.maintenance.maintain import compact
 from cnr_store.training import CheckpointManager, SavePolicy, StoreOptions, TrackingOptions
+from cnr_store.training.options import WhenBusy
 from cnr_store.types import AffineBits, Encoding, FloatBits, Lattice, TableDtype
 
 Wait = Callable[[], object]
@@ -266,16 +267,17 @@ class Cnr(_Saved):
     """``CheckpointManager``: the first save is a baseline, the next ones are deltas of the rows that were touched.
 
     The first save encodes the live tables while the training waits; with ``reads_live`` the training goes on meanwhile.
-    ``every_steps`` and ``overhead`` are the manager's.
+    ``every_steps``, ``overhead`` and ``when_busy`` are the manager's.
     """
 
     def __init__(
         self, bits: AffineBits | None, *, reads_live: bool = False, every_steps: int | Literal["auto"] | None = None,
-        overhead: float | None = None,
+        overhead: float | None = None, when_busy: WhenBusy = "wait",
     ) -> None:  # fmt: skip
         self.name = f"cnr_store{' (reads live)' if reads_live else ''}, {'exact' if bits is None else f'{bits}-bit'}"
         self.options = TableOptions.exact() if bits is None else TableOptions(bits=bits)
         self.reads_live, self.every_steps, self.overhead = reads_live, every_steps, overhead
+        self.when_busy: WhenBusy = when_busy
         self.manager: CheckpointManager | None = None
 
     def open(self, place: Place, trainee: TrainingState, url: str | None = None) -> None:
@@ -294,7 +296,10 @@ class Cnr(_Saved):
             options=self.options,
             every_steps=self.every_steps,
             save_policy=SavePolicy(
-                first_baseline="live" if self.reads_live else "stall", overhead=self.overhead, rng=False
+                first_baseline="live" if self.reads_live else "stall",
+                overhead=self.overhead,
+                rng=False,
+                when_busy=self.when_busy,
             ),
             tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
             store_options=StoreOptions(storage_options=self.place.options or None),

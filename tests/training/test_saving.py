@@ -55,6 +55,22 @@ def test_a_skipped_save_leaves_its_rows_to_the_next(backend: Backend) -> None:
     assert_stored(store, training)
 
 
+@pytest.mark.parametrize("every_steps", [1, 3])
+def test_a_save_that_comes_later_has_the_rows_of_all_steps_since(backend: Backend, every_steps: int) -> None:
+    store, training, manager = begun(backend, every_steps=every_steps, when_busy="later")
+    go_on(training, manager, 0, every_steps)
+    backend.gate.clear()
+    go_on(training, manager, every_steps, 3 * every_steps)  # one save is written, and another one is due
+    backend.gate.set()
+    manager.wait_until_finished()
+    training.train(3 * every_steps)
+    manager.step()
+    manager.close()
+
+    assert [report.step for report in manager.history] == [every_steps, 2 * every_steps, 3 * every_steps + 1]
+    assert_stored(store, training)
+
+
 def test_a_busy_manager_can_refuse(backend: Backend) -> None:
     store, training, manager = begun(backend, every_steps=1, when_busy="refuse")
     training.train(0)
