@@ -317,7 +317,7 @@ class RowBitmap:
 
     def count(self, table: str) -> int:
         """Return how many rows of the table are marked."""
-        return packed.count_bits(self.copy_words(table))
+        return int(packed.count_bits(self.copy_words(table)))
 
     def any(self) -> bool:
         """Return whether any row of any table is marked."""

@@ -91,7 +91,7 @@ class Cumulative:
 
     def count(self, table: str) -> int:
         """Return how many rows were added."""
-        return packed.count_bits(self.words(table))
+        return int(packed.count_bits(self.words(table)))
 
     def clear(self, table: str | None = None) -> None:
         """Forget one table's rows, or all (a new baseline)."""

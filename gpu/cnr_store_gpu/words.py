@@ -61,21 +61,6 @@ def _mark(words: Any, ids: Any, first_word: int, num_rows: int, skip_row: int) -
 
 
 @njit(nogil=True)
-def _mark_slices(words: Any, ids: Any, ends: Any, first_words: Any, num_rows: Any) -> None:
-    for k in range(first_words.size):
-        start, stop = max(ends[k], 0), min(ends[k + 1], ids.size)
-        if start < stop:
-            _mark(words, ids[start:stop], first_words[k], num_rows[k], -1)
-
-
-@njit(nogil=True)
-def _mark_parts(words: Any, parts: Any) -> None:
-    for k in range(parts.shape[0]):
-        ids = carray(int64s_at(parts[k, 0]), (parts[k, 1],))
-        _mark(words, ids, parts[k, 2], parts[k, 3], -1)
-
-
-@njit(nogil=True)
 def _popcount(word: Any) -> int:
     # LLVM turns this into one popcnt; uint32 everywhere, because numba widens mixed operands to int64.
     x = np.uint32(word - ((word >> np.uint32(1)) & np.uint32(0x55555555)))
@@ -85,7 +70,8 @@ def _popcount(word: Any) -> int:
 
 
 @njit(nogil=True)
-def _count(words: Any) -> int:
+def count_bits(words: Words) -> int:
+    """Return how many bits are set."""
     total = 0
     for i in range(words.size):
         if words[i] != 0:
@@ -123,6 +109,7 @@ def mark_words(words: Words, ids: npt.NDArray[Any], first_word: int, num_rows: i
     return int(_mark(words, ids, first_word, num_rows, skip_row))
 
 
+@njit(nogil=True)
 def mark_slices_words(
     words: Words,
     ids: npt.NDArray[Any],
@@ -141,9 +128,13 @@ def mark_slices_words(
     first_words, num_rows
         int64 ``(num_slices,)``; a table may have several slices.
     """
-    _mark_slices(words, ids, ends, first_words, num_rows)
+    for k in range(first_words.size):
+        start, stop = max(ends[k], 0), min(ends[k + 1], ids.size)
+        if start < stop:
+            _mark(words, ids[start:stop], first_words[k], num_rows[k], NO_ROW)
 
 
+@njit(nogil=True)
 def mark_parts_words(words: Words, parts: npt.NDArray[np.int64]) -> None:
     """Set the bits of ids that lie in several places: ``mark_words`` for each, in one call.
 
@@ -155,7 +146,9 @@ def mark_parts_words(words: Words, parts: npt.NDArray[np.int64]) -> None:
         int64 ``(num_parts, 4)``: address of the first id, how many (int64, contiguous), ``first_word``, ``num_rows``.
         The caller keeps the ids alive; nothing checks the addresses.
     """
-    _mark_parts(words, parts)
+    for k in range(parts.shape[0]):
+        ids = carray(int64s_at(parts[k, 0]), (parts[k, 1],))
+        _mark(words, ids, parts[k, 2], parts[k, 3], NO_ROW)
 
 
 def pack_mask(mask: torch.Tensor) -> torch.Tensor:
@@ -169,11 +162,6 @@ def pack_mask(mask: torch.Tensor) -> torch.Tensor:
     shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
     # Each bit is there once, so the sum is the OR; words are little-endian wherever torch runs.
     return (padded.view(-1, 8) << shifts).sum(dim=1, dtype=torch.uint8).view(torch.int32)
-
-
-def count_bits(words: Words) -> int:
-    """Return how many bits are set."""
-    return int(_count(words))
 
 
 def rows_of(words: Words) -> RowIds:
@@ -207,7 +195,7 @@ def warmup() -> None:
 def _count_spans(words: Any, spans: Any, counts: Any) -> int:
     total = 0
     for k in range(spans.shape[0]):
-        counts[k] = _count(words[spans[k, 0] : spans[k, 0] + spans[k, 1]])
+        counts[k] = count_bits(words[spans[k, 0] : spans[k, 0] + spans[k, 1]])
         total += counts[k]
     return total
 
@@ -227,17 +215,6 @@ def mark_at(words: Any, ids: int, count: int, first_word: int, num_rows: int, sk
 
 
 @njit(nogil=True)
-def _mark_gradients(words: Any, parts: Any) -> None:
-    for k in range(parts.shape[0]):
-        rows = carray(int32s_at(parts[k, 0]), (parts[k, 1], parts[k, 2]))
-        for i in range(rows.shape[0]):
-            bits = np.int32(0)
-            for j in range(rows.shape[1]):  # without a way out of the loop, which several elements at a time go through
-                bits |= rows[i, j]
-            if bits != 0:
-                words[parts[k, 3] + (i >> 5)] |= np.uint32(1) << np.uint32(i & 31)
-
-
 def mark_gradients(words: Words, parts: npt.NDArray[np.int64]) -> None:
     """Mark rows of dense gradients that are not all zero: `tables.rows_with_gradient` and a mark of each, in one call.
 
@@ -251,7 +228,14 @@ def mark_gradients(words: Words, parts: npt.NDArray[np.int64]) -> None:
         int64 ``(num_parts, 4)``: address of a contiguous gradient, its rows, the size of a row in units of 4 bytes, and
         the first word of the table. The caller keeps the gradients alive.
     """
-    _mark_gradients(words, parts)
+    for k in range(parts.shape[0]):
+        rows = carray(int32s_at(parts[k, 0]), (parts[k, 1], parts[k, 2]))
+        for i in range(rows.shape[0]):
+            bits = np.int32(0)
+            for j in range(rows.shape[1]):  # without a way out of the loop, which several elements at a time go through
+                bits |= rows[i, j]
+            if bits != 0:
+                words[parts[k, 3] + (i >> 5)] |= np.uint32(1) << np.uint32(i & 31)
 
 
 def rows_of_spans(words: Words, spans: npt.NDArray[np.int64]) -> tuple[RowIds, npt.NDArray[np.int64]]:

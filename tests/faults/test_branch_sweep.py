@@ -11,20 +11,13 @@ import pytest
 from cnr_store import CnrStoreError, Store, TableOptions, Writer
 from cnr_store.errors import BranchNotFound
 from cnr_store.format.layout import BRANCHES, branch_prefix
-from cnr_store.log.commit_log import RetryPolicy
-from cnr_store.storage import storage_from_filesystem
-from tests.support.faulty import FaultKind, FaultyFileSystem
-from tests.support.sweep import survived
+from tests.support.faulty import FaultyFileSystem
+from tests.support.memory import created, opened
+from tests.support.sweep import CI_FAULTS, survived
 
-ROOT = "/root"
-QUICK = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)
 ROWS, DIM = 5, 2
 BASE, SECOND = [0, 0, 0, 0, 0], [1, 0, 0, 0, 0]
 MAIN, BRANCH = [1, 2, 0, 0, 0], [1, 0, 3, 0, 0]
-
-
-def opened(fs: fsspec.AbstractFileSystem) -> Store:
-    return Store.open_on(storage_from_filesystem(fs, ROOT), threads=1, retry=QUICK)
 
 
 def save(writer: Writer, step: int, row: int, value: float) -> None:
@@ -45,7 +38,7 @@ class BranchLife:
         self.tried: list[str] = []
 
     def prepare(self, fs: fsspec.AbstractFileSystem) -> None:
-        store = Store.create_on(storage_from_filesystem(fs, ROOT), threads=1, retry=QUICK)
+        store = created(fs)
         with store.writer() as writer:
             with writer.begin(1) as txn:
                 txn.write_table("t", np.zeros((ROWS, DIM), np.float32), options=TableOptions(scale=1.0))
@@ -147,9 +140,6 @@ def test_calm_run_is_right() -> None:
     report = survived(BranchLife(), ())
 
     assert report.calls > 60
-
-
-CI_FAULTS = (FaultKind.CRASH, FaultKind.CRASH_AFTER, FaultKind.FAIL_BEFORE, FaultKind.LOST_REPLY)
 
 
 def test_branches_survive_a_fault_at_any_other_storage_call() -> None:

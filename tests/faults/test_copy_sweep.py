@@ -8,25 +8,16 @@ import fsspec
 import numpy as np
 import pytest
 
-from cnr_store import Store, TableOptions, copy_store, verify_store
+from cnr_store import TableOptions, copy_store, verify_store
 from cnr_store.errors import NotAStore
-from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.maintenance.compaction import compact_run
-from cnr_store.storage import Storage, storage_from_filesystem
+from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import FaultKind, FaultyFileSystem
+from tests.support.memory import QUICK, created, opened
 from tests.support.snapshot_bytes import bytes_of
 from tests.support.sweep import survived
 
 FAR, NEAR = "/far", "/near"
-QUICK = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)
-
-
-def place(fs: fsspec.AbstractFileSystem, root: str) -> Storage:
-    return storage_from_filesystem(fs, root)
-
-
-def opened(fs: fsspec.AbstractFileSystem, root: str) -> Store:
-    return Store.open_on(place(fs, root), threads=1, retry=QUICK)
 
 
 class Copied:
@@ -37,7 +28,7 @@ class Copied:
         self.source: dict[str, bytes] = {}
 
     def prepare(self, fs: fsspec.AbstractFileSystem) -> None:
-        with Store.create_on(place(fs, FAR), threads=1, retry=QUICK) as store:
+        with created(fs, FAR) as store:
             with store.writer() as writer:
                 for value in (1, 2, 3):
                     with writer.begin(step=value) as txn:
@@ -53,7 +44,7 @@ class Copied:
         self.source = {path: fs.cat_file(path) for path in fs.find(FAR)}
 
     def run(self, fs: FaultyFileSystem, acknowledged: list[Any]) -> None:
-        report = copy_store(opened(fs, FAR), place(fs, NEAR), all_versions=True, retry=QUICK)
+        report = copy_store(opened(fs, FAR), storage_from_filesystem(fs, NEAR), all_versions=True, retry=QUICK)
         acknowledged.append(report.store_uuid)
 
     def check(self, fs: fsspec.AbstractFileSystem, acknowledged: list[Any]) -> None:
@@ -64,7 +55,7 @@ class Copied:
         except NotAStore:
             assert not acknowledged
 
-        report = copy_store(opened(fs, FAR), place(fs, NEAR), all_versions=True, retry=QUICK)
+        report = copy_store(opened(fs, FAR), storage_from_filesystem(fs, NEAR), all_versions=True, retry=QUICK)
 
         assert acknowledged in ([], [report.store_uuid])
         assert report.version == 6

@@ -19,15 +19,14 @@ import numpy as np
 import pytest
 
 from cnr_store import StorageFailure, Store, Writer, verify_store
-from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.log.retention import RetentionPolicy
 from cnr_store.maintenance.compaction.plan import CompactionPolicy
 from cnr_store.maintenance.compaction.run import compact_run
 from cnr_store.maintenance.gc.run import collect_garbage
 from cnr_store.storage import CreateOutcome, open_storage
 from tests.faults.life_model import LifeModel, differing, read_state, unreferenced
+from tests.support.memory import QUICK
 
-QUICK = RetryPolicy(deadline_s=0.05, first_delay_s=0.005, max_delay_s=0.01)
 SEED = 9
 
 

@@ -6,6 +6,7 @@ maintenance leaves no object that nothing refers to.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections import Counter
@@ -16,27 +17,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cnr_store import CnrStoreError, Store, TableOptions
+from cnr_store import CnrStoreError, Store, TableOptions, verify_store
 from cnr_store.errors import CommitStateUnknown, RankLost, StorageFailure
 from cnr_store.format.commit_record import is_live
-from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.log.retention import RetentionPolicy
 from cnr_store.maintenance.compaction import CompactionPolicy, compact_run
 from cnr_store.maintenance.gc import collect_garbage
 from cnr_store.read.snapshot import Snapshot
-from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Rectangle
 from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.writer import Writer
 from tests.faults.mortal_rank import Process
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
 from tests.support.life import end_leases, listed, referenced
+from tests.support.memory import created, opened
 from tests.support.ranks import ThreadRank, on_ranks
+from tests.support.sweep import CI_FAULTS
 
-QUICK = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)
 ROWS, DIM, WORLD, SCALE = 12, 4, 2, 0.25
 OPTIONS = TableOptions(scale=SCALE)
-TILES = [Rectangle((0, 7), (0, DIM)), Rectangle((7, ROWS), (0, DIM))]
+CUTS = {
+    "rows": [Rectangle((0, 7), (0, DIM)), Rectangle((7, ROWS), (0, DIM))],
+    "columns": [Rectangle((0, ROWS), (0, 3)), Rectangle((0, ROWS), (3, DIM))],
+}
+"""The part of the table that each rank has."""
 Array = np.ndarray[Any, Any]
 Steps = tuple[int, ...]
 """A state by what it was trained from: the steps, in order. The same step on another state is another state."""
@@ -64,10 +68,6 @@ def dense_of(steps: Steps) -> Array:
     return np.asarray([max(step for step in steps if step % 4 == 0), 7], np.float32)
 
 
-def open_store(fs: Any) -> Store:
-    return Store.open_on(storage_from_filesystem(fs, "/root"), threads=1, retry=QUICK)
-
-
 # ---- one run of the life
 
 
@@ -76,10 +76,13 @@ class Run:
     """What the processes of one life went through.
 
     ``events`` are the states that rank 0 tried to save, and those that anybody was told are there, in order.
+    ``dies_at``: a rank, and the message before which it dies.
     """
 
     files: IsolatedMemoryFileSystem
     fault: tuple[str, Fault] | None = None
+    cut: str = "rows"
+    dies_at: tuple[int, int] | None = None
     views: dict[str, FaultyFileSystem] = field(default_factory=dict)
     events: list[tuple[str, Steps]] = field(default_factory=list)
     tagged: dict[str, int] = field(default_factory=dict)
@@ -94,7 +97,7 @@ class Run:
         """Run a job of the store's maintenance in a process of its own; the life goes on whatever becomes of it."""
         self.ends[name] = None
         try:
-            with open_store(self.view(name)) as store:
+            with opened(self.view(name)) as store:
                 work(self, store)
         except (SimulatedCrash, CnrStoreError) as error:
             self.ends[name] = error
@@ -106,9 +109,12 @@ class Run:
 
         def body(rank: ThreadRank) -> None:
             name = names[rank.rank]
+            process = Process(views[rank.rank], rank)
+            if self.dies_at is not None and self.dies_at[0] == rank.rank:
+                process.dies_at_exchange = self.dies_at[1]
             self.ends[name] = None
             try:
-                program(self, Process(views[rank.rank], rank))
+                program(self, process)
             except BaseException as error:  # noqa: BLE001 - a dead process among them
                 self.ends[name] = error
             finally:
@@ -119,6 +125,11 @@ class Run:
 
     def deliver_delayed(self) -> int:
         return sum(view.deliver_delayed() for view in self.views.values())
+
+    def acknowledge(self, steps: Steps) -> None:
+        """Note that a save is there, once: the slower of the ranks may say so when the next one is tried already."""
+        if ("acknowledged", steps) not in self.events:
+            self.events.append(("acknowledged", steps))
 
     def known(self) -> dict[int, set[Steps]]:
         """The states that were ever tried, by their last step."""
@@ -137,8 +148,8 @@ class Trainer:
     """One rank's training."""
 
     def __init__(self, run: Run, process: Process, store: Store) -> None:
-        self.run, self.rank, self.tile = run, process.rank, TILES[process.rank]
-        self.values = np.empty((self.tile.num_rows, DIM), np.float32)
+        self.run, self.rank, self.tile = run, process.rank, CUTS[run.cut][process.rank]
+        self.values = np.empty((self.tile.num_rows, self.tile.width), np.float32)
         self.steps: Steps = ()
         self.writer: Writer = store.writer(ranks=process, shards={"t": [self.tile]})
 
@@ -148,7 +159,11 @@ class Trainer:
         steps = snapshot.scalars["steps"]
         assert isinstance(steps, list)
         self.steps = tuple(int(step) for step in steps if isinstance(step, int))
-        assert np.array_equal(self.values, values_of(self.steps)[slice(*self.tile.rows)]), "restored another state"
+        assert np.array_equal(self.values, self.own(values_of(self.steps))), "restored another state"
+
+    def own(self, values: Array) -> Array:
+        """The part of the table that this rank has."""
+        return values[slice(*self.tile.rows), slice(*self.tile.columns)]
 
     def train(self, step: int, kind: Any = "delta", base: Any = "head") -> None:
         """Train a step and save it; treat the outcomes as a trainer does: restore and try again."""
@@ -161,7 +176,7 @@ class Trainer:
                 break
             except RankLost:
                 if self.writer._state.pending is not None and self.writer.settle() is not None:
-                    self.run.events.append(("acknowledged", steps))
+                    self.run.acknowledge(steps)
                 raise
             except CommitStateUnknown:
                 if self.writer.settle() is not None:
@@ -172,20 +187,19 @@ class Trainer:
         else:
             raise StorageFailure("three attempts failed")
         self.steps = steps
-        self.run.events.append(("acknowledged", steps))
+        self.run.acknowledge(steps)
 
     def save(self, steps: Steps, kind: Any, base: Any) -> None:
         values, tile = values_of(steps), self.tile
         with self.writer.begin(steps[-1], kind, base=base) as txn:
             if txn.kind == "baseline":
                 if "t" not in txn.tables:
-                    given = Declaration(values[slice(*tile.rows)], {}, OPTIONS)
-                    txn.declare_tables({"t": [given]})
-                txn.write_table("t", values[slice(*tile.rows)], rectangle=tile)
+                    txn.declare_tables({"t": [Declaration(self.own(values), {}, OPTIONS)]})
+                txn.write_table("t", self.own(values), rectangle=tile)
             else:
                 rows = rows_of(steps[-1]) if base == "head" else np.arange(ROWS)
                 rows = rows[(rows >= tile.rows[0]) & (rows < tile.rows[1])]
-                txn.write_rows("t", rows, values[rows], rectangle=tile)
+                txn.write_rows("t", rows, values[rows, slice(*tile.columns)], rectangle=tile)
             if self.rank == 0:
                 txn.put_scalars({"steps": list(steps)})
                 txn.put_dense({"d": dense_of(steps)})
@@ -194,7 +208,7 @@ class Trainer:
 
 def begin(run: Run, process: Process) -> None:
     """What every run starts from: a baseline and three deltas."""
-    with open_store(process.fs) as store:
+    with opened(process.fs) as store:
         trainer = Trainer(run, process, store)
         for step in range(4):
             trainer.train(step)
@@ -202,7 +216,7 @@ def begin(run: Run, process: Process) -> None:
 
 def life(run: Run, process: Process) -> None:
     """Restore, train and save, while jobs come and go between the steps of rank 0."""
-    with open_store(process.fs) as store:
+    with opened(process.fs) as store:
         trainer = Trainer(run, process, store)
         trainer.restore()
         trainer.train(4)
@@ -213,6 +227,15 @@ def life(run: Run, process: Process) -> None:
 
 
 KINDS = {6: ("delta", "baseline"), 8: ("baseline",)}
+
+
+def saves(run: Run, process: Process) -> None:
+    """Restore and save: two deltas, then a baseline from the mirrors and the values given."""
+    with opened(process.fs) as store:
+        trainer = Trainer(run, process, store)
+        trainer.restore()
+        for step, kind in ((4, "delta"), (5, "delta"), (6, "baseline")):
+            trainer.train(step, kind)
 
 
 def first_job(run: Run, store: Store) -> None:
@@ -283,7 +306,7 @@ def read(run: Run, snapshot: Snapshot) -> Steps:
 
 def check(run: Run) -> Steps:
     """Every live version is what was trained, and the head an acknowledged state; returns which."""
-    with open_store(run.files) as store:
+    with opened(run.files) as store:
         head = store.head().record
         found = read(run, store.snapshot())
         assert found in run.allowed(), f"the head is {found}, acknowledged or tried since is {run.allowed()}"
@@ -300,7 +323,7 @@ def check(run: Run) -> Steps:
 
 def go_on(run: Run, process: Process) -> None:
     """Both ranks come back, restore and save once more."""
-    with open_store(process.fs) as store:
+    with opened(process.fs) as store:
         trainer = Trainer(run, process, store)
         trainer.restore()
         trainer.train(100)
@@ -311,6 +334,7 @@ class Count:
     calls: int
     faults: int
     runs: int = 0
+    left_alone: int = 0
     ends: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     began: float = field(default_factory=time.perf_counter)
@@ -326,15 +350,15 @@ class Count:
 
 def prepared() -> Run:
     files = IsolatedMemoryFileSystem()
-    Store.create_on(storage_from_filesystem(files, "/root"), threads=1, retry=QUICK).close()
+    created(files).close()
     run = Run(files).start(begin)
     assert set(run.ends.values()) == {None}, run.ends
     return run
 
 
-def copied(run: Run, fault: tuple[str, Fault] | None = None) -> Run:
+def copied(run: Run, fault: tuple[str, Fault] | None = None, **changes: Any) -> Run:
     """A run of its own that goes on where another one ended."""
-    return Run(run.files.fork(), fault, events=list(run.events), tagged=dict(run.tagged))
+    return Run(run.files.fork(), fault, events=list(run.events), tagged=dict(run.tagged), **changes)
 
 
 def aftermath(run: Run, *, goes_on: bool) -> None:
@@ -343,7 +367,7 @@ def aftermath(run: Run, *, goes_on: bool) -> None:
     if run.deliver_delayed():
         check(run)
     end_leases(run.files)
-    with open_store(run.files) as store:
+    with opened(run.files) as store:
         while compact_run(store, policy=CompactionPolicy(max_chain=2), force=True).outcome == "committed":
             pass
         for _ in range(2):
@@ -355,6 +379,9 @@ def aftermath(run: Run, *, goes_on: bool) -> None:
         after = copied(run).start(go_on)
         assert set(after.ends.values()) == {None}, after.ends
         check(after)
+        with opened(after.files) as store:
+            report = verify_store(store, deep=True)
+        assert report.is_sound, report
 
 
 def jobs(calm: Run, faults: tuple[FaultKind, ...], calls_hit: int) -> Iterator[tuple[str, Fault, str]]:
@@ -367,18 +394,20 @@ def jobs(calm: Run, faults: tuple[FaultKind, ...], calls_hit: int) -> Iterator[t
                     yield process, Fault(kind, call.index, calls=calls_hit), where
 
 
-def sweep(faults: tuple[FaultKind, ...], *, first: int = 0, every: int = 1, calls_hit: int = 1) -> Count:
+def sweep(
+    faults: tuple[FaultKind, ...], *, cut: str = "rows", first: int = 0, every: int = 1, calls_hit: int = 1
+) -> Count:  # fmt: skip
     start = prepared()
-    calm = copied(start).start(life)
+    calm = copied(start, cut=cut).start(life)
     assert set(calm.ends.values()) == {None}, calm.ends
-    with open_store(calm.files) as store:
+    with opened(calm.files) as store:
         kinds = Counter(record.kind for record in store.log())
     assert kinds["compact"] > 2, kinds
     assert {"baseline", "delta", "rollback", "tag", "channel", "expire"} <= kinds.keys()
     aftermath(calm, goes_on=True)
     count = Count(sum(len(view.calls) for view in calm.views.values()), len(faults))
     for process, fault, where in list(jobs(calm, faults, calls_hit))[first::every]:
-        run = copied(start, (process, fault))
+        run = copied(start, (process, fault), cut=cut)
         count.runs += 1
         try:
             run.start(life)
@@ -388,6 +417,8 @@ def sweep(faults: tuple[FaultKind, ...], *, first: int = 0, every: int = 1, call
                 error for error in run.ends.values() if not isinstance(error, SimulatedCrash | CnrStoreError | None)
             ]
             assert not unexpected, unexpected
+            if process.startswith("rank") and isinstance(end, SimulatedCrash):
+                count.left_alone += any(isinstance(error, RankLost) for error in run.ends.values())
             aftermath(run, goes_on=count.runs % 3 == 0)
         except Exception as error:  # noqa: BLE001 - a sweep reports every failure and goes on
             count.failures.append(f"{where}: {type(error).__name__}: {error}; ended with {run.ends}")
@@ -397,26 +428,61 @@ def sweep(faults: tuple[FaultKind, ...], *, first: int = 0, every: int = 1, call
 SHARES = 8
 """Tests that the full count is divided into, so that several can run at once."""
 
-CI_FAULTS = (FaultKind.CRASH, FaultKind.CRASH_AFTER, FaultKind.FAIL_BEFORE, FaultKind.LOST_REPLY)
 
-
-def test_a_life_survives_a_fault_at_some_storage_calls_of_each_process() -> None:
-    count = sweep(CI_FAULTS, every=17)
+@pytest.mark.parametrize(("cut", "first"), [("rows", 0), ("columns", 11)])
+def test_a_life_survives_a_fault_at_some_storage_calls_of_each_process(cut: str, first: int) -> None:
+    count = sweep(CI_FAULTS, cut=cut, first=first, every=37)
     sys.stdout.write(f"{count}\n")
 
     assert not count.failures, str(count)
     assert count.ends["SimulatedCrash"] > 10
+    assert count.left_alone > 3
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("calls_hit", [1, 40])
 def test_a_life_survives_every_fault_at_every_storage_call(
-    calls_hit: int, share: int, capsys: pytest.CaptureFixture[str]
+    calls_hit: int, cut: str, share: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    count = sweep(tuple(FaultKind), first=share, every=SHARES, calls_hit=calls_hit)
+    count = sweep(tuple(FaultKind), cut=cut, first=share, every=SHARES, calls_hit=calls_hit)
     with capsys.disabled():
-        sys.stdout.write(f"share {share + 1} of {SHARES}, {calls_hit} calls hit: {count}\n")
+        sys.stdout.write(f"share {share + 1} of {SHARES}, {cut}, {calls_hit} calls hit: {count}\n")
 
     assert not count.failures, str(count)
+
+
+SAVED = [tuple(range(stop)) for stop in range(4, 8)]
+"""The states before and after each save of `saves`."""
+
+
+def test_a_rank_that_cannot_read_its_won_record_goes_on_with_the_others() -> None:
+    start = prepared()
+    calm = copied(start).start(saves)
+    reads = [call for call in calm.views["rank 1"].calls if call.operation == "read" and "/commits/" in call.path]
+
+    for call in reads[-3:]:  # one for each save
+        run = copied(start, ("rank 1", Fault(FaultKind.FAIL_BEFORE, call.index))).start(saves)
+
+        assert set(run.ends.values()) == {None}
+        assert check(run) == SAVED[-1]
+
+
+@pytest.mark.parametrize("dead", range(WORLD))
+def test_a_rank_that_dies_between_any_two_messages_leaves_a_whole_state(dead: int) -> None:
+    start = prepared()
+    found = []
+    for at in itertools.count(1):
+        run = copied(start, dies_at=(dead, at)).start(saves)
+        found.append(check(run))
+        end, other = run.ends[f"rank {dead}"], run.ends[f"rank {1 - dead}"]
+        if end is None:
+            break
+        assert isinstance(end, SimulatedCrash)
+        assert isinstance(other, RankLost | CommitStateUnknown), run.ends
+
+    assert len(found) > 10
+    assert found == sorted(found)
+    assert sorted(set(found)) == SAVED

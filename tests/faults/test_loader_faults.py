@@ -17,10 +17,10 @@ from cnr_store import CnrStoreError, CompactionPolicy, RetentionPolicy, Store, T
 from cnr_store.format.commit_record import is_live
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.serving import Loader
-from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
 from tests.support.inline_workers import InlineWorkers
 from tests.support.loader_checks import opened_loader
+from tests.support.memory import created, opened
 from tests.support.store_oracle import same_bits
 
 ROWS, DIM = 12, 2
@@ -129,10 +129,10 @@ class World:
         self.steps: list[IsolatedMemoryFileSystem] = []
         self.heads: list[int] = []
         files = IsolatedMemoryFileSystem()
-        Store.create_on(storage_from_filesystem(files, "/root"), threads=1).close()
+        created(files).close()
         for act in (training.begin, *training.acts()):
             files = files.fork()
-            with Store.open_on(storage_from_filesystem(files, "/root"), threads=1) as store:
+            with opened(files) as store:
                 act(store)
                 self.heads.append(store.latest_version())
             self.steps.append(files)
@@ -164,8 +164,8 @@ class Process(FaultyFileSystem):
         self.inner = files
 
 
-def opened(fs: Process, **options: Any) -> Loader:
-    store = Store.open_on(storage_from_filesystem(fs, "/root"), threads=1)
+def loader_of(fs: Process, **options: Any) -> Loader:
+    store = opened(fs)
     store.internals.workers = store.internals.read_workers = InlineWorkers()
     return opened_loader(store, **options)
 
@@ -177,7 +177,7 @@ def live(world: World, fault: Fault | None, options: dict[str, Any]) -> Process:
     loader = None
     for _ in range(patience + 1):
         try:
-            loader = opened(fs, **options)
+            loader = loader_of(fs, **options)
             break
         except (CnrStoreError, SimulatedCrash):
             if fs.is_crashed:
@@ -194,7 +194,7 @@ def live(world: World, fault: Fault | None, options: dict[str, Any]) -> Process:
             except SimulatedCrash:
                 loader.close()
                 fs = Process(fs.inner)
-                loader = opened(fs, **options)
+                loader = loader_of(fs, **options)
                 continue
             loader.apply()
             world.check(loader)

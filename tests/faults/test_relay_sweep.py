@@ -12,29 +12,20 @@ from cnr_store import CnrStoreError, RetentionPolicy, Store, TableOptions, colle
 from cnr_store.errors import NotAStore, VersionExpired, VersionNotFound
 from cnr_store.format.commit_record import is_live
 from cnr_store.format.layout import COMMITS, DATA, RELAY_TRIMS, STATE, is_segment_name
-from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.relay.relay import Relay
-from cnr_store.storage import Storage, storage_from_filesystem
+from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import FaultKind, FaultyFileSystem
+from tests.support.memory import created, opened
 from tests.support.snapshot_bytes import bytes_of
-from tests.support.sweep import survived
+from tests.support.sweep import CI_FAULTS, survived
 
 FAR, NEAR = "/far", "/near"
-QUICK = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)
 ROWS, DIM = 6, 2
 KEEP = RetentionPolicy(keep_last=2)
 
 
-def place(fs: fsspec.AbstractFileSystem, root: str) -> Storage:
-    return storage_from_filesystem(fs, root)
-
-
-def opened(fs: fsspec.AbstractFileSystem, root: str = FAR) -> Store:
-    return Store.open_on(place(fs, root), threads=1, retry=QUICK)
-
-
 def relay_of(fs: fsspec.AbstractFileSystem) -> Relay:
-    return Relay(opened(fs), place(fs, NEAR), policy=KEEP, grace_s=0)
+    return Relay(opened(fs, FAR), storage_from_filesystem(fs, NEAR), policy=KEEP, grace_s=0)
 
 
 class Mirrored:
@@ -49,7 +40,7 @@ class Mirrored:
         self.truth: dict[int, dict[str, bytes]] = {}
 
     def prepare(self, fs: fsspec.AbstractFileSystem) -> None:
-        store = Store.create_on(place(fs, FAR), threads=1, retry=QUICK)
+        store = created(fs, FAR)
         first = self.save(store, 1, "baseline")
         self.stage(fs)
         self.save(store, 2, "delta")
@@ -130,7 +121,7 @@ class Mirrored:
         self.show(fs.inner, len(self.stages) - 1 if stage == len(self.stages) - 1 else stage)
         for _ in range(2):
             relay_of(fs).advance()
-        source, copy = opened(fs), opened(fs, NEAR)
+        source, copy = opened(fs, FAR), opened(fs, NEAR)
         assert copy.head() == source.head()
         self.check_readers(fs, acknowledged)
         for key in (stat.key for folder in (COMMITS, STATE, DATA) for stat in copy.storage.list_objects(folder)):
@@ -174,9 +165,6 @@ def test_calm_run_is_right() -> None:
     report = survived(scenario, ())
 
     assert report.calls > 150
-
-
-CI_FAULTS = (FaultKind.CRASH, FaultKind.CRASH_AFTER, FaultKind.FAIL_BEFORE, FaultKind.LOST_REPLY)
 
 
 @pytest.mark.parametrize("fault", CI_FAULTS)

@@ -11,24 +11,13 @@ import pytest
 
 from cnr_store import CnrStoreError, Store, TableOptions, Transaction, Writer
 from cnr_store.errors import CommitStateUnknown, NotAStore, VersionNotFound
-from cnr_store.log.commit_log import RetryPolicy
-from cnr_store.storage import storage_from_filesystem
-from tests.support.faulty import FaultKind, FaultyFileSystem
-from tests.support.sweep import explained, survived
+from tests.support.faulty import FaultyFileSystem
+from tests.support.memory import created, opened
+from tests.support.sweep import CI_FAULTS, explained, survived
 
-ROOT = "/root"
 SCALE = np.float32(0.03125)
-QUICK = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)
 ROWS, DIM = 24, 4
 State = dict[str, np.ndarray[Any, Any]]
-
-
-def create(fs: fsspec.AbstractFileSystem) -> Store:
-    return Store.create_on(storage_from_filesystem(fs, ROOT), threads=1, retry=QUICK)
-
-
-def reopen(fs: fsspec.AbstractFileSystem) -> Store:
-    return Store.open_on(storage_from_filesystem(fs, ROOT), threads=1, retry=QUICK)
 
 
 @dataclass
@@ -121,7 +110,7 @@ class Life:
 
     def prepare(self, fs: fsspec.AbstractFileSystem) -> None:
         if not self.starts_empty:
-            self.save(create(fs).writer(), Model.fresh(), 0)
+            self.save(created(fs).writer(), Model.fresh(), 0)
 
     def save(self, writer: Writer, model: Model, step: int, kind: Any = "delta") -> None:
         with writer.begin(step, kind) as txn:
@@ -163,11 +152,11 @@ class Life:
         model = Model.fresh()
         with explained(fs):
             if self.starts_empty:
-                store = create(fs)
+                store = created(fs)
                 writer = store.writer()
             else:
                 acknowledged.append(0)
-                store = reopen(fs)
+                store = opened(fs)
                 writer = store.writer()
                 writer.restore()
         if self.starts_empty:
@@ -205,7 +194,7 @@ class Life:
         assert isinstance(fs, FaultyFileSystem)
         fs = FaultyFileSystem(fs.inner.fork())  # the check goes on training; a put still under way lands without it
         try:
-            store = reopen(fs)
+            store = opened(fs)
         except NotAStore:
             assert not acknowledged
             return
@@ -240,9 +229,6 @@ def test_calm_run_is_right(starts_empty: bool) -> None:
     report = survived(Life(starts_empty=starts_empty), (), every=1)
 
     assert report.calls > 100
-
-
-CI_FAULTS = (FaultKind.CRASH, FaultKind.CRASH_AFTER, FaultKind.FAIL_BEFORE, FaultKind.LOST_REPLY)
 
 
 @pytest.mark.parametrize("starts_empty", [True, False])

@@ -12,27 +12,21 @@ import pytest
 
 from cnr_store import CnrStoreError, RetentionPolicy, Store, TableOptions, collect_garbage
 from cnr_store.changes import ChangeCursor, catch_up, changes, recorded_cursor, write_parquet
-from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.maintenance.compaction import compact_run
-from cnr_store.storage import storage_from_filesystem
 from tests.support.change_copy import ChangeCopy, content_of
 from tests.support.faulty import FaultKind, FaultyFileSystem
+from tests.support.memory import created, opened
 from tests.support.sweep import survived
 
-QUICK = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)
 FAULTS = [kind for kind in FaultKind if kind is not FaultKind.STALL]
 EXACT = TableOptions.exact()
 MOST_TRIES = 20
 
 
-def opened(fs: fsspec.AbstractFileSystem) -> Store:
-    return Store.open_on(storage_from_filesystem(fs, "/root"), threads=1, retry=QUICK)
-
-
 def build(fs: fsspec.AbstractFileSystem) -> None:
     """A baseline, deltas of every kind, a compaction, a rollback, another baseline."""
     rng = np.random.default_rng(3)
-    with Store.create_on(storage_from_filesystem(fs, "/root"), threads=1, retry=QUICK) as store:
+    with created(fs) as store:
         with store.writer() as writer:
             with writer.begin(10) as txn:
                 txn.write_table("a", rng.standard_normal((12, 3)).astype(np.float32), options=EXACT)

@@ -11,6 +11,8 @@ import pytest
 
 from cnr_store.errors import (
     AccessDenied,
+    BadInput,
+    CnrStoreError,
     CommitStateUnknown,
     CorruptRecord,
     CorruptStore,
@@ -19,7 +21,7 @@ from cnr_store.errors import (
 )
 from cnr_store.format.commit_record import decode_record, encode_record
 from cnr_store.format.layout import commit_key
-from cnr_store.log.commit_log import CommitLog, RetryPolicy
+from cnr_store.log.commit_log import CommitLog
 from cnr_store.log.rebase import draft_after
 from cnr_store.storage import CreateOutcome, Storage, storage_from_filesystem
 from tests.log.logs import (
@@ -31,6 +33,7 @@ from tests.log.logs import (
     append_fence,
     append_tag,
     calm,
+    log_on,
     no_rebase,
     on_a_branch_too,
     open_log,
@@ -71,18 +74,24 @@ def test_delayed_put_that_lands_before_the_retry_is_ours(inner: IsolatedMemoryFi
     assert open_log(calm(inner)).latest() == entry
 
 
+def never_arriving(inner: IsolatedMemoryFileSystem) -> tuple[Storage, list[tuple[str, bytes]]]:
+    """A network that swallows every request to create, and what was sent."""
+    storage, sent = storage_from_filesystem(calm(inner), ROOT), []
+
+    def create(key: str, data: bytes) -> CreateOutcome:
+        sent.append((key, data))
+        return CreateOutcome.UNKNOWN
+
+    storage.create = create  # type: ignore[method-assign]
+    return storage, sent
+
+
 def test_retries_send_the_same_bytes_with_growing_pauses_to_the_deadline(
     inner: IsolatedMemoryFileSystem,
 ) -> None:
     head = with_versions(inner, 3)
-    clock, sent = Clock(), []
-    storage = storage_from_filesystem(calm(inner), ROOT)
-
-    def never_arrives(key: str, data: bytes) -> CreateOutcome:
-        sent.append((key, data))
-        return CreateOutcome.UNKNOWN
-
-    storage.create = never_arrives  # type: ignore[method-assign]  # a network that swallows every request
+    clock = Clock()
+    storage, sent = never_arriving(inner)
     log = CommitLog(
         storage, STORE, clock_ms=clock.ms, monotonic_s=clock.monotonic_s, sleep=clock.sleep, random=Random(1)
     )
@@ -101,14 +110,8 @@ def test_retries_send_the_same_bytes_with_growing_pauses_to_the_deadline(
 
 def test_nothing_else_is_appended_while_an_outcome_is_unknown(inner: IsolatedMemoryFileSystem) -> None:
     head = with_versions(inner, 3)
-    storage, sent = storage_from_filesystem(calm(inner), ROOT), []
-
-    def never_arrives(key: str, data: bytes) -> CreateOutcome:
-        sent.append((key, data))
-        return CreateOutcome.UNKNOWN
-
-    storage.create = never_arrives  # type: ignore[method-assign]  # a network that swallows every request
-    log = CommitLog(storage, STORE, retry=RetryPolicy(deadline_s=0.0), sleep=lambda _s: None)
+    storage, sent = never_arriving(inner)
+    log = log_on(storage, deadline_s=0.0)
     with pytest.raises(CommitStateUnknown) as own:
         append_delta(log, head, 1)
     first = log.unresolved_entry
@@ -193,6 +196,60 @@ def test_resolve_sends_the_same_bytes_again_when_nothing_landed(inner: IsolatedM
     assert entry.record.v == 3
 
 
+class Swallowed:
+    """A network that keeps the first create back, without an answer, and refuses the later ones."""
+
+    def __init__(self, storage: Storage, then: CnrStoreError) -> None:
+        self._real, self._then = storage.create, then
+        self.sent: list[tuple[str, bytes]] = []
+        storage.create = self._create  # type: ignore[method-assign]  # what a driver does beneath is not ours to choose
+
+    def _create(self, key: str, data: bytes) -> CreateOutcome:
+        self.sent.append((key, data))
+        if len(self.sent) > 1:
+            raise self._then
+        return CreateOutcome.UNKNOWN
+
+    def deliver(self) -> None:
+        assert self._real(*self.sent[0]) is CreateOutcome.CREATED
+
+
+REFUSALS = [StorageFailure("the disk is full"), AccessDenied("the token has expired"), BadInput("too large")]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("retried_by", ["append", "resolve"])
+def test_a_refused_retry_says_nothing_of_what_was_sent_before(
+    inner: IsolatedMemoryFileSystem, refusal: CnrStoreError, retried_by: str
+) -> None:
+    head = with_versions(inner, 3)
+    storage = storage_from_filesystem(calm(inner), ROOT)
+    network = Swallowed(storage, refusal)
+    log = log_on(storage, deadline_s=1.0 if retried_by == "append" else 0.0)
+
+    with pytest.raises((CommitStateUnknown, BadInput)):
+        append_delta(log, head, 1)
+    if retried_by == "resolve":
+        assert len(network.sent) == 1
+        with pytest.raises((CommitStateUnknown, BadInput)):
+            log.resolve()
+
+    assert len(network.sent) > 1
+    assert log.unresolved == 3
+    network.deliver()
+    assert log.resolve() == open_log(calm(inner)).latest()
+
+
+@pytest.mark.parametrize("changes", [{"floor": 9}, {"tags": {"t": 9}}, {"checkpoint": 1}])
+def test_a_record_that_contradicts_itself_is_not_sent(inner: IsolatedMemoryFileSystem, changes: dict[str, Any]) -> None:
+    head = with_versions(inner, 3)
+
+    with pytest.raises(BadInput, match="readers would refuse it"):
+        open_log(calm(inner)).append(head, draft_after(head.record, "expire", WRITER, **changes), no_rebase)
+
+    assert open_log(calm(inner)).latest() == head
+
+
 def test_resolve_says_none_when_another_took_the_position(inner: IsolatedMemoryFileSystem) -> None:
     head = with_versions(inner, 3)
     log, fs = unresolved_log(inner, head)
@@ -217,7 +274,7 @@ def test_interrupt_during_the_put_leaves_the_append_to_be_resolved(inner: Isolat
     head = with_versions(inner, 3)
     for interrupted_call, lands in [("create", True), ("write", True), ("create", False)]:
         storage = storage_from_filesystem(calm(inner), ROOT)
-        log = CommitLog(storage, STORE, sleep=lambda _s: None)
+        log = log_on(storage)
         interrupt_once(storage, interrupted_call, after=lands)
 
         with pytest.raises(KeyboardInterrupt):
@@ -251,7 +308,7 @@ def test_denied_append_leaves_nothing_unresolved(inner: IsolatedMemoryFileSystem
     head = with_versions(inner, 3)
     storage = storage_from_filesystem(calm(inner), ROOT)
     storage.create = denied  # type: ignore[method-assign]  # rights that were taken away
-    log = CommitLog(storage, STORE, sleep=lambda _s: None)
+    log = log_on(storage)
 
     with pytest.raises(AccessDenied):
         append_delta(log, head, 1)
@@ -273,7 +330,7 @@ def test_denial_that_hid_a_success_is_a_success(inner: IsolatedMemoryFileSystem)
         return denied(key, data)
 
     storage.create = landed_then_denied  # type: ignore[method-assign]  # a client that retries with stale credentials
-    log = CommitLog(storage, STORE, sleep=lambda _s: None)
+    log = log_on(storage)
 
     assert append_delta(log, head, 1) == open_log(calm(inner)).latest()
 
@@ -344,7 +401,7 @@ def test_altered_bytes_under_our_uuid_are_never_called_a_success(inner: Isolated
         return CreateOutcome.UNKNOWN
 
     storage.create = altered  # type: ignore[method-assign]  # a proxy that rewrites bodies
-    log = CommitLog(storage, STORE, sleep=lambda _s: None)
+    log = log_on(storage)
 
     with pytest.raises(CommitStateUnknown) as unknown:
         append_delta(log, head, 1)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +16,7 @@ from cnr_store.format.commit_record import LogEntry, decode_record, encode_recor
 from cnr_store.format.documents import sha256
 from cnr_store.format.layout import HINT, commit_key, hint_key, segment_name, state_key
 from cnr_store.format.limits import MAX_RECORD_BYTES
-from cnr_store.format.records import CommitRecord
+from cnr_store.format.records import CommitRecord, Superseded
 from cnr_store.log.commit_log import CommitLog
 from cnr_store.log.rebase import draft_after, draft_init, rebase_tag
 from cnr_store.storage import local, open_storage
@@ -435,3 +437,29 @@ def test_record_that_supersedes_a_torn_one_is_the_newest(inner: IsolatedMemoryFi
     write_raw(inner, 5, encode_record(repaired))
 
     assert open_log(calm(inner)).latest().record == repaired
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-20], lambda data: data.replace(b'"step":', b'"step":1')])
+def test_a_damaged_record_is_not_superseded_by_the_one_behind_it(
+    inner: IsolatedMemoryFileSystem, damage: Callable[[bytes], bytes]
+) -> None:
+    head = with_versions(inner, 5)
+    write_raw(inner, 3, damage(inner.cat_file(f"{ROOT}/{commit_key(3)}")))
+
+    with pytest.raises(CorruptRecord) as refused:
+        open_log(calm(inner)).read_standing(3)
+
+    assert refused.value.version == 3
+    assert open_log(calm(inner)).read_standing(4) == head
+
+
+def test_a_record_that_says_it_carries_on_another_version_is_refused(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 4)
+    write_raw(inner, 4, b"torn")
+    lying = Superseded(torn=("a" * 64, sha256(b"torn")), follows=head.digest)  # of one position, it says two
+    changes: dict[str, Any] = {"kind": "rollback", "target": 1, "supersedes": lying, "parent_digest": sha256(b"torn")}
+    record = msgspec.structs.replace(head.record, v=5, commit_uuid="e" * 32, **changes)
+    write_raw(inner, 5, encode_record(record))
+
+    with pytest.raises(CorruptStore):
+        open_log(calm(inner)).poll(head)

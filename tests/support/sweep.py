@@ -18,6 +18,8 @@ from cnr_store.errors import CnrStoreError, CommitStateUnknown, CorruptStore, St
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
 
 ALL_FAULTS: tuple[FaultKind, ...] = tuple(FaultKind)
+CI_FAULTS = (FaultKind.CRASH, FaultKind.CRASH_AFTER, FaultKind.FAIL_BEFORE, FaultKind.LOST_REPLY)
+"""Those that find most, for a small tier."""
 
 _BRINGS: dict[FaultKind, tuple[type[CnrStoreError], ...]] = {
     FaultKind.FAIL_BEFORE: (StorageFailure, CommitStateUnknown),

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 from cnr_store_gpu.kernels.copying import gather_rows
 from cnr_store_gpu.kernels.dispatch import uses_triton
-from cnr_store_gpu.kernels.lattice import TOO_WIDE, UNSTORABLE, lattice_quantize
+from cnr_store_gpu.kernels.lattice import lattice_quantize
 from cnr_store_gpu.kernels.marking import NO_ROW, mark, mark_slices
 from cnr_store_gpu.kernels.taking import take_rows
 from cnr_store_gpu.kernels.warming import warmup
 
 __all__ = [
     "NO_ROW",
-    "TOO_WIDE",
-    "UNSTORABLE",
     "gather_rows",
     "lattice_quantize",
     "mark",

@@ -23,14 +23,6 @@ from cnr_store_gpu.kernels.dispatch import (
     uses_triton,
 )
 
-UNSTORABLE = 1
-"""Bit of a flag: a value was NaN, Inf, or beyond what the encoding holds (lattice: 2^21 steps)."""
-
-TOO_WIDE = 2
-"""Bit of a flag: a code left [-32767, 32767]; quantize again into int32."""
-
-_CODES = (torch.int16, torch.int32)
-
 
 def lattice_quantize(values: torch.Tensor, scale: float, out: torch.Tensor, flag: torch.Tensor) -> None:
     """Write the codes of ``values``.
@@ -42,10 +34,10 @@ def lattice_quantize(values: torch.Tensor, scale: float, out: torch.Tensor, flag
     scale
         Step of the lattice, positive, taken as float32.
     out
-        int16 or int32, the shape of ``values``, contiguous, overwritten. A value that cannot be stored gets code 0.
+        int16, the shape of ``values``, contiguous, overwritten. A value without a code gets 0.
     flag
-        int32 (1,) on the device; `UNSTORABLE` and `TOO_WIDE` are ORed into it. Zero it before, read it when the codes
-        are read: the codes are valid only if it is still zero.
+        int32 (1,) on the device; 1 is ORed into it if a value has no code: NaN, Inf, or a code outside
+        [-32767, 32767]. Zero it before, read it when the codes are read: they are valid only if it is still zero.
 
     Raises
     ------
@@ -56,7 +48,7 @@ def lattice_quantize(values: torch.Tensor, scale: float, out: torch.Tensor, flag
     Does not wait for the device.
     """
     check_dtype("values", values, FLOAT_DTYPES)
-    check_dtype("out", out, _CODES)
+    check_dtype("out", out, (torch.int16,))
     check_dtype("flag", flag, (torch.int32,))
     check_shape("out", out, tuple(values.shape), contiguous=True)
     check_shape("flag", flag, (1,))
@@ -80,7 +72,6 @@ def lattice_quantize(values: torch.Tensor, scale: float, out: torch.Tensor, flag
             scale,
             dim=dim,
             source_stride=matrix.stride(0),
-            narrow=out.dtype == torch.int16,
             block_rows=block_rows,
             block_dim=block_dim,
             num_warps=4,

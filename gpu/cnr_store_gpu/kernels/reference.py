@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 BITS = 32
-MAX_CODE = 1 << 21
+MAX_CODE = 32767
 
 
 # ---- marks
@@ -79,18 +79,9 @@ def gather_rows(source: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> 
 
 
 def lattice_quantize(values: torch.Tensor, scale: float, out: torch.Tensor, flag: torch.Tensor) -> None:
-    """Write ``rint(values / scale)`` and OR what went wrong into ``flag``."""
-    code = torch.round(values.to(torch.float32) / _number(scale, values.device))
+    """Write ``rint(values / scale)``, and OR 1 into ``flag`` if an element has no code."""
+    divisor = torch.full((), scale, dtype=torch.float32, device=values.device)
+    code = torch.round(values.to(torch.float32) / divisor)
     is_storable = code.abs() <= MAX_CODE
-    code = torch.where(is_storable, code, 0.0).to(torch.int32)
-    wrong = (~is_storable).any().to(torch.int32)
-    if out.dtype == torch.int16:
-        is_wide = code.abs() > 32767
-        wrong = wrong + 2 * is_wide.any().to(torch.int32)
-        code = torch.where(is_wide, 0, code)
-    out.copy_(code)
-    flag.bitwise_or_(wrong)
-
-
-def _number(value: float, device: torch.device) -> torch.Tensor:
-    return torch.full((), value, dtype=torch.float32, device=device)
+    out.copy_(torch.where(is_storable, code, 0.0))
+    flag.bitwise_or_((~is_storable).any())

@@ -100,10 +100,9 @@ def _row_builds() -> Iterator[Build]:
         yield Build(name, copy.gather_rows, types, constants, aligned, is_representative=element == "i32")
     rows, columns = tile_of(64)
     tile = {"block_rows": rows, "block_dim": columns}
-    for source, narrow in (("fp32", True), ("bf16", True), ("fp16", False)):
-        types = {"source": f"*{source}", "out": "*i16" if narrow else "*i32", "flag": "*i32"}
-        types |= {"num_coded": "i64", "scale": "fp32"}
-        constants = {"dim": 64, "source_stride": 64, "narrow": narrow, **tile}
+    for source in ("fp32", "bf16"):
+        types = {"source": f"*{source}", "out": "*i16", "flag": "*i32", "num_coded": "i64", "scale": "fp32"}
+        constants = {"dim": 64, "source_stride": 64, **tile}
         yield Build(
             f"lattice_codes {source}",
             lattice.lattice_codes,
