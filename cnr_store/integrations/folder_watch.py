@@ -25,6 +25,8 @@ try:
 except ImportError as error:
     raise MissingDependency('watching a folder needs watchdog; pip install "cnr-store[watch]"') from error
 
+__all__ = ["FolderWatch"]
+
 
 class FolderWatch:
     """Calls ``wake()`` after each commit to a store, branch or relay in a local folder, on threads of its own.

@@ -68,7 +68,9 @@ TOOLS_MAY_IMPORT = {
     "cnr_store.changes",
     "cnr_store.relay",
     "cnr_store.integrations.checkpoints",
+    "cnr_store.integrations.folder_watch",
     "cnr_store.integrations.ray",
+    "cnr_store.integrations.redis",
 }
 
 # Packages that belong to some rooms only. Tools may use whatever they like of these, except backends.

@@ -8,6 +8,8 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,9 @@ def test_a_branch_has_a_relay_of_its_own(root: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
+        (["--news", "redis://localhost/0", "--listen", "a"], 4, "--once"),
+        (["--watch"], 4, "--once"),
+        (["--listen", "a"], 4, "--news"),
         (["--every", "5"], 4, "--every takes a time"),
         (["--every", "0"], 4, "--every must be a time above 0"),
         (["--start", "99"], 3, "no version 99 yet"),
@@ -134,6 +139,51 @@ def test_it_goes_on_until_it_is_killed_and_another_goes_on_behind_it(root: Path,
                 process.send_signal(signal.SIGKILL)
 
         assert Store.open(str(near)).latest_version() == version
+
+
+def reports(command: list[str]) -> tuple[subprocess.Popen[str], Iterator[dict[str, Any]]]:
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, map(json.loads, process.stdout)
+
+
+def test_a_watch_of_the_source_is_sooner_than_the_next_poll(root: Path, tmp_path: Path) -> None:
+    pytest.importorskip("watchdog")
+    command = [PROGRAM, "relay", str(root), str(tmp_path / "near"), "--every", "1h", "--watch", "--json"]
+    process, copied = reports(command)
+    with process:
+        try:
+            next(copied)
+            version = save(root, 50)  # the watch was there before the first round
+
+            assert any(report["version"] == version for report in copied)
+        finally:
+            process.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.servers
+def test_news_go_through_the_command_from_the_training_to_the_servers(root: Path, tmp_path: Path) -> None:
+    pytest.importorskip("redis")
+    from cnr_store.integrations.redis import RedisNews
+    from tests.support.servers import running_redis
+
+    told = threading.Event()
+    with running_redis(tmp_path) as server, RedisNews.connect(server.url, "far") as far:
+        command = [PROGRAM, "relay", str(root), str(tmp_path / "near"), "--every", "1h", "--json", "--news", server.url]
+        process, copied = reports([*command, "--listen", "far", "--announce", "near"])
+        with process, RedisNews.connect(server.url, "near") as near:
+            try:
+                next(copied)
+                near.listen(told.set)
+                assert told.wait(20)  # the answer to the subscription
+                told.clear()
+                version = save(root, 50)
+                far.announce(version)
+
+                assert any(report["version"] == version for report in copied)
+                assert told.wait(20)
+            finally:
+                process.send_signal(signal.SIGKILL)
 
 
 def test_the_documents_commands_and_snippets_run(

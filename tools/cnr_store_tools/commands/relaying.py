@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,7 +25,7 @@ from cnr_store_tools.output import emit, json_line, to_document
 from cnr_store_tools.text import count_text, one_line, size_text
 
 if TYPE_CHECKING:  # pyarrow is slow to import, and no other command needs it
-    from cnr_store.relay import RelayReport
+    from cnr_store.relay import Relay, RelayReport
 
 KEEP = RetentionPolicy()
 
@@ -47,6 +48,18 @@ def relay(
         str, typer.Option("--grace", metavar="TIME", help="Time for readers between listing and deleting data.")
     ] = "24h",
     no_trim: Annotated[bool, typer.Option("--no-trim", help="Delete nothing at the target.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Copy at once what is committed to a source in a local folder (inotify).")
+    ] = False,
+    news: Annotated[
+        str | None, typer.Option("--news", metavar="REDIS", help="Redis for --listen and --announce: redis://host/0.")
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option("--listen", metavar="NAME", help="Copy at once what is announced by this name.")
+    ] = None,
+    announce: Annotated[
+        str | None, typer.Option("--announce", metavar="NAME", help="Announce versions of the copy by this name.")
+    ] = None,
     bandwidth: Annotated[
         str | None, typer.Option("--bandwidth", metavar="SIZE", help="Maximum bytes per second to copy: 200MiB.")
     ] = None,
@@ -64,8 +77,12 @@ def relay(
     interval_s = parse_duration(every, "--every")
     if not interval_s > 0:
         raise BadInput(f"--every must be a time above 0, found {every!r}", found=every)
+    if (news is None) != (listen is None and announce is None):
+        raise BadInput("--news names the Redis for --listen and --announce: give it with one of them, or none of these")
+    if once and (watch or news is not None):
+        raise BadInput("--once looks once: leave out --watch and --news")
     policy = RetentionPolicy(keep_last=keep_last, keep_within_s=optional_duration(keep_within, "--keep-within"))
-    with open_store(url, storage_option, branch) as store:
+    with open_store(url, storage_option, branch) as store, ExitStack() as stack:
         mirror = Relay(
             store, target, start=start, policy=policy, grace_s=parse_duration(grace, "--grace"), trims=not no_trim,
             bytes_per_s=optional_size(bandwidth, "--bandwidth"),
@@ -89,7 +106,23 @@ def relay(
         if once:
             print_report(mirror.advance())
         else:
+            if watch:
+                from cnr_store.integrations.folder_watch import FolderWatch
+
+                stack.enter_context(FolderWatch(store, mirror.wake))
+            if news is not None:
+                _carry_news(mirror, news, listen, announce, stack)
             mirror.run(interval_s, on_report=print_changes)
+
+
+def _carry_news(mirror: Relay, url: str, listen: str | None, announce: str | None, stack: ExitStack) -> None:
+    """Let a relay hear of commits at its source, and tell of its own versions, until the stack ends."""
+    from cnr_store.integrations.redis import RedisNews
+
+    if listen is not None:
+        stack.enter_context(RedisNews.connect(url, listen)).listen(mirror.wake)
+    if announce is not None:
+        mirror.announce_to(stack.enter_context(RedisNews.connect(url, announce)).announce)
 
 
 def _sentence(report: RelayReport) -> str:
