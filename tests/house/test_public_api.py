@@ -58,7 +58,7 @@ PUBLIC = {
     """,
     "cnr_store.relay": "Relay RelayReport assign_shards assign_users",
     "cnr_store.serving.sinks": """
-        FusedRows SinkFeed PushResult SinkMetrics
+        FusedRows DeviceTables DeviceBatch SinkFeed PushResult SinkMetrics
         RowSink SinkSource Published SinkState SinkTable SourceRows
     """,
     "cnr_store.integrations": "",

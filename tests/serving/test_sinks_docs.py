@@ -14,7 +14,7 @@ from cnr_store import Store, TableOptions
 from tests.support.servers import RedisServer
 
 DOCS = Path(__file__).parents[2] / "docs" / "sinks.md"
-FUSED, REDIS = re.findall(r"^```python\n(.*?)^```", DOCS.read_text(), flags=re.DOTALL | re.MULTILINE)
+DEVICE, FUSED, REDIS = re.findall(r"^```python\n(.*?)^```", DOCS.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +35,13 @@ def test_fused_tensors(capsys: pytest.CaptureFixture[str]) -> None:
     Path("example.py").write_text(FUSED)
     runpy.run_path("example.py")
     assert capsys.readouterr().out == "2 torch.Size([2, 8])\n"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+def test_tables_on_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("example.py").write_text(DEVICE)
+    runpy.run_path("example.py")
+    assert capsys.readouterr().out == "2 torch.float16 (2, 8)\n"
 
 
 @pytest.mark.servers

@@ -1,4 +1,4 @@
-"""Places outside a loader that serve its rows: fused row-wise tensors, remote caches.
+"""Places outside a loader that serve its rows: tables on a device, fused row-wise tensors, remote caches.
 
 A `RowSink` takes absolute values in batches, one batch per version, and shows none of a batch before it is committed.
 A `SinkFeed` brings one sink to the version that a `SinkSource` (a loader) has published, and keeps it there. Nothing
@@ -12,6 +12,7 @@ loader.add_sink(sink)                     # from now on each published version i
 
 from __future__ import annotations
 
+from cnr_store.serving.sinks.device import DeviceBatch, DeviceTables
 from cnr_store.serving.sinks.fused import FusedRows
 from cnr_store.serving.sinks.protocol import Published, RowSink, SinkSource, SinkState, SinkTable, SourceRows
 from cnr_store.serving.sinks.sink_feed import PushResult, SinkFeed, SinkMetrics
@@ -19,6 +20,8 @@ from cnr_store.serving.sinks.sink_feed import PushResult, SinkFeed, SinkMetrics
 __all__ = [
     # Sinks.
     "FusedRows",
+    "DeviceTables",
+    "DeviceBatch",
     # What keeps them up to date.
     "SinkFeed",
     "PushResult",

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.errors import BadInput, BadRowIds, MissingDependency, TableNotFound, Unsupported
+from cnr_store.errors import BadInput, MissingDependency, Unsupported
 from cnr_store.runtime.arguments import checked_choice
 from cnr_store.serving.rows.fused_kernels import fused_row_bytes
+from cnr_store.serving.sinks.positions import check_dense_tables, check_positions
 from cnr_store.serving.sinks.protocol import SinkState, SinkTable
 from cnr_store.serving.sinks.stored_rows import StoredAs, check_rows, rows_to_bytes
 from cnr_store.types import Float32s, RowIds
@@ -117,13 +118,8 @@ class FusedRows:
         """
         if not (full or self._state):
             raise BadInput(f"{self._name} has no rows yet: its first batch must be a full one")
+        check_dense_tables(self._name, tables)
         for table, shape in tables.items():
-            if shape.num_rows is None:
-                raise Unsupported(
-                    f"table {table!r} is hashed, and fused tensors are looked up by position; leave it out of "
-                    f"{self._name}",
-                    table=table,
-                )  # fmt: skip
             tensor = self._tensors.get(table)
             width = fused_row_bytes(shape.dim, self.bits)
             if tensor is not None and tuple(tensor.shape) != (shape.num_rows, width):
@@ -211,17 +207,7 @@ class FusedRows:
         batch = self._batch
         if batch is None:
             raise BadInput(f"{self._name} has no batch to write to: begin() one", table=table)
-        if table not in batch.tables:
-            raise TableNotFound(
-                f"the batch of {self._name} has no table {table!r}; it has {sorted(batch.tables)}", table=table
-            )
-        num_rows = batch.tables[table].num_rows
-        assert num_rows is not None
-        if len(row_ids) and not 0 <= row_ids.min() <= row_ids.max() < num_rows:
-            raise BadRowIds(
-                f"rows {row_ids.min()} to {row_ids.max()} of table {table!r} are not all in [0, {num_rows})",
-                table=table, expected=(0, num_rows), found=(int(row_ids.min()), int(row_ids.max())),
-            )  # fmt: skip
+        check_positions(self._name, batch.tables, table, row_ids)
         return batch
 
 

@@ -1,0 +1,299 @@
+"""Tables on a device: rows in the memory of a GPU, changed between lookups, so that a lookup makes no trip to the host.
+
+The law is that of the loader's lookups: all rows of one lookup have one version. A device does what it is given in the
+order of each stream, so the order in which lookups and updates are *queued* decides: one lock is held while a lookup or
+an update is queued, and events order the streams. Nobody waits for the device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+
+from cnr_store.errors import BadInput, BadRowIds, MissingDependency, VersionNotFound
+from cnr_store.runtime.arguments import checked_choice
+from cnr_store.serving.sinks.positions import check_dense_tables, check_positions
+from cnr_store.serving.sinks.protocol import SinkState, SinkTable
+from cnr_store.serving.sinks.stored_rows import check_rows
+from cnr_store.types import Float32s, RowIds
+
+if TYPE_CHECKING:
+    import torch
+
+DeviceDtype = Literal["float32", "float16", "bfloat16"]
+
+_NOT_CHECKED = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """Rows of one lookup on a device, all of ``version``: table to (n, dim), in the order of the ids."""
+
+    version: int
+    step: int
+    rows: Mapping[str, torch.Tensor]
+
+
+class DeviceTables:
+    """A `RowSink` of float tables on a device, with lookups that return tensors there.
+
+    Lookups may come from any thread and any stream, while the feed updates on a thread and a stream of its own. A
+    lookup that is queued after an update waits on the device until the changed rows are scattered: a copy within the
+    device's memory, to which they were brought before. On a CPU lookups and updates take turns.
+
+    A deleted row of a dense table has its fill, as at the loader. Rows are cast from the float32 values of their
+    version.
+
+    Memory on the device: the tables; during a batch its rows; during a full batch over tables that are served already,
+    a second copy of them. On the host: the loader's own copy (`LoaderOptions(kept_as="codes")` halves it).
+
+    Parameters
+    ----------
+    device
+        ``"cuda"``, ``"cuda:1"``, ``"cpu"`` or a `torch.device`.
+    dtype
+        What rows are held in and returned as.
+    name
+        For messages and metrics.
+
+    Raises
+    ------
+    BadInput
+    MissingDependency
+        There is no torch.
+    """
+
+    def __init__(self, device: str | torch.device, *, dtype: DeviceDtype = "float32", name: str = "device") -> None:
+        checked_choice("dtype", dtype, get_args(DeviceDtype))
+        if find_spec("torch") is None:
+            raise MissingDependency('tables on a device need torch; pip install "cnr-store[train]"', found="torch")
+        import torch
+
+        try:
+            self.device = torch.empty(0, device=device).device  # with its index
+        except (RuntimeError, AssertionError) as error:
+            raise BadInput(f"device {str(device)!r} cannot be used: {error}", found=str(device)) from error
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._name = name
+        self._queue = _Streams(self.device)
+        self._tables: dict[str, torch.Tensor] = {}
+        self._batch: _Batch | None = None
+        self._state: SinkState | None = None
+
+    @property
+    def name(self) -> str:
+        """The name it was given."""
+        return self._name
+
+    @property
+    def version(self) -> int | None:
+        """The version that lookups see; None before the first."""
+        return None if self._state is None else self._state.version
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables on the device."""
+        return sum(table.nbytes for table in list(self._tables.values()))
+
+    def lookup(self, table: str, row_ids: Any) -> torch.Tensor:
+        """Return rows of a table, (n, dim) on the device; see `lookup_many`."""
+        return self.lookup_many({table: row_ids}).rows[table]
+
+    def lookup_many(self, row_ids: Mapping[str, Any]) -> DeviceBatch:
+        """Return rows of some tables, all of one version, the newest. Queues work on the current stream of the device.
+
+        Blocks for no device, if the ids are on it.
+
+        Parameters
+        ----------
+        row_ids
+            Table to ids (n,), int64: a tensor on the device, or a tensor or array on the host, which is copied there.
+            Ids on the host are checked. Ids on a GPU cannot be, because that would wait for it: an id that the table
+            does not have gives a row of NaN.
+
+        Raises
+        ------
+        VersionNotFound
+            Nothing was pushed yet.
+        TableNotFound, BadRowIds
+        """
+        import torch
+
+        given = {table: _as_tensor(ids) for table, ids in row_ids.items()}
+        on_device = {table: ids.to(self.device, torch.int64) for table, ids in given.items()}
+        with self._queue.lookup():
+            state = self._state
+            if state is None:
+                raise VersionNotFound(f"{self._name} has no version yet: push its feed first")
+            shapes = {table: SinkTable(one.shape[1], one.shape[0]) for table, one in self._tables.items()}
+            for table, ids in given.items():
+                checked = ids.numpy() if ids.device.type == "cpu" else _NOT_CHECKED
+                check_positions(self._name, shapes, table, checked)
+            rows = {table: rows_or_nan(self._tables[table], ids) for table, ids in on_device.items()}
+        return DeviceBatch(state.version, state.step, rows)
+
+    # ---- what its feed calls
+
+    def open(self) -> SinkState | None:
+        """Return what was committed last; an interrupted batch is dropped. No I/O."""
+        self._batch = None
+        return self._state
+
+    def begin(self, tables: Mapping[str, SinkTable], *, full: bool) -> None:
+        """Begin a batch; see `RowSink.begin`.
+
+        Raises
+        ------
+        Unsupported
+            A hashed table.
+        BadInput
+            A batch of changes, where nothing was committed.
+        """
+        import torch
+
+        if not (full or self._state):
+            raise BadInput(f"{self._name} has no rows yet: its first batch must be a full one")
+        check_dense_tables(self._name, tables)
+        whole = {}
+        with self._queue.update():
+            for table, shape in tables.items() if full else ():
+                whole[table] = torch.zeros((shape.num_rows or 0, shape.dim), dtype=self._dtype, device=self.device)
+        self._batch = _Batch(dict(tables), whole)
+
+    def put(self, table: str, row_ids: RowIds, values: Float32s) -> None:
+        """Bring rows to the device, beside the tables; see `RowSink.put`. Blocks for the copy, and delays no lookup.
+
+        Raises
+        ------
+        BadShape, BadRowIds, TableNotFound
+        """
+        import torch
+
+        batch = self._writing()
+        check_positions(self._name, batch.tables, table, row_ids)
+        check_rows(table, row_ids, values, batch.tables[table].dim)
+        with self._queue.update():
+            ids = torch.from_numpy(row_ids.copy()).to(self.device)
+            rows = torch.from_numpy(np.array(values, np.float32, order="C")).to(self.device).to(self._dtype)
+            if table in batch.whole:
+                batch.whole[table].index_copy_(0, ids, rows)
+            else:
+                batch.changes.append((table, ids, rows))
+
+    def delete(self, table: str, row_ids: RowIds) -> None:
+        """Make rows zeros; see `RowSink.delete`. A loader deletes no row of a dense table: it puts the fill.
+
+        Raises
+        ------
+        BadRowIds, TableNotFound
+        """
+        dim = self._writing().tables[table].dim if table in self._writing().tables else 0
+        self.put(table, row_ids, np.zeros((len(row_ids), dim), np.float32))
+
+    def commit(self, state: SinkState) -> None:
+        """Queue the change of the tables behind all lookups that were queued; later lookups see it."""
+        batch, self._batch = self._writing(), None
+        with self._queue.change():
+            if batch.whole:
+                self._tables = batch.whole
+            for table, ids, rows in batch.changes:
+                self._tables[table].index_copy_(0, ids, rows)
+            self._state = state
+
+    def abort(self) -> None:
+        """Drop the batch."""
+        self._batch = None
+
+    def _writing(self) -> _Batch:
+        if self._batch is None:
+            raise BadInput(f"{self._name} has no batch to write to: begin() one")
+        return self._batch
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Rows on the device that are no part of the tables yet: whole tables of a full batch, or changed rows in order."""
+
+    tables: dict[str, SinkTable]
+    whole: dict[str, torch.Tensor]
+    changes: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+
+class _Streams:
+    """Orders what lookups and updates queue on a device; on a CPU, which has no streams, the lock alone does.
+
+    The tables' memory belongs to the update's stream: a table that is replaced is freed there, behind the lookups that
+    `change` has waited for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._lock = threading.Lock()
+        self._stream = torch.cuda.Stream(device) if self._is_cuda else None
+        self._changed = torch.cuda.Event() if self._is_cuda else None
+        self._lookups: dict[int, torch.cuda.Event] = {}
+
+    @contextmanager
+    def lookup(self) -> Iterator[None]:
+        """While it is entered, a lookup is queued: behind the last change, and before the next one."""
+        import torch
+
+        with self._lock:
+            if self._changed is None:
+                yield
+                return
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(self._changed)
+            try:
+                yield
+            finally:
+                self._lookups.setdefault(stream.cuda_stream, torch.cuda.Event()).record(stream)
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """While it is entered, a change is queued on the update's stream: behind all lookups, before later ones."""
+        with self._lock, self.update():
+            if self._stream is None or self._changed is None:
+                yield
+                return
+            for event in self._lookups.values():
+                self._stream.wait_event(event)
+            self._lookups.clear()
+            try:
+                yield
+            finally:
+                self._changed.record(self._stream)
+
+    def update(self) -> AbstractContextManager[Any]:
+        """While it is entered, work goes to the update's stream; no lookup sees it unless it is within `change`."""
+        import torch
+
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def rows_or_nan(table: torch.Tensor, row_ids: torch.Tensor) -> torch.Tensor:
+    """Return rows of a table, and NaN for ids that it does not have, without a look at the ids from the host."""
+    count = table.shape[0]
+    if count == 0:
+        return table.new_full((len(row_ids), table.shape[1]), float("nan"))
+    outside = (row_ids < 0) | (row_ids >= count)
+    return table.index_select(0, row_ids.clamp(0, count - 1)).masked_fill_(outside[:, None], float("nan"))
+
+
+def _as_tensor(row_ids: Any) -> torch.Tensor:
+    """Return ids as an integer tensor (n,) where they are."""
+    import torch
+
+    ids = row_ids if isinstance(row_ids, torch.Tensor) else torch.from_numpy(np.array(row_ids, np.int64))
+    if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise BadRowIds(f"row ids are integers of shape (n,), found {ids.dtype} of shape {tuple(ids.shape)}")
+    return ids
