@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import re
 import signal
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ SWEEPS: dict[str, list[dict[str, Any]]] = {
 NO_STATE = r"the train dataloader is a DataLoader, which has no state_dict\(\)"
 
 
-@pytest.fixture(scope="module", params=list(MODULES))
+@pytest.fixture(params=list(MODULES))
 def framework(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     if importlib.util.find_spec(name) is None:
@@ -66,9 +67,15 @@ def framework(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def launcher(framework: str) -> Iterator[Launcher]:
-    with closing(Launcher(*MODULES[framework])) as started:
-        yield started
+def launchers() -> Iterator[Callable[[str], Launcher]]:
+    """The launcher of a framework, which is started once: that imports for 5 to 10 seconds."""
+    with ExitStack() as started:
+        yield cache(lambda name: started.enter_context(closing(Launcher(*MODULES[name]))))
+
+
+@pytest.fixture
+def launcher(launchers: Callable[[str], Launcher], framework: str) -> Launcher:
+    return launchers(framework)
 
 
 def program_of(framework: str) -> str:
