@@ -71,6 +71,8 @@ class Kind:
     collection: str = "bags"
     codecs: QCommsConfig | None = None
     compiles: bool = False
+    world: int = 4
+    """How many ranks save it; with four, two restore it."""
 
 
 def both(way: Callable[[], Way]) -> Callable[[], Mapping[str, Way]]:
@@ -100,7 +102,7 @@ KINDS: dict[str, Kind] = {
     "processed": Kind(rows_and_tables, collection="processed"),
     "fused_collection": Kind(both(lambda: table_wise(rank=1, compute_kernel="fused")), ADAGRAD, collection="fused"),
     "sequence": Kind(both(lambda: row_wise(compute_kernel="fused")), collection="sequence"),
-    "compiled": Kind(rows_and_tables, compiles=True),
+    "compiled": Kind(rows_and_tables, compiles=True, world=2),  # a rank compiles for 20 seconds
 }
 """By name; `tests/training/torchrec/test_kinds.py` runs each."""
 
@@ -185,12 +187,12 @@ def batch_of(number: int, rank: int) -> KeyedJaggedTensor:
 
 
 def build_kind(name: str, world: int, seed: int = 0) -> KindTraining:
-    """Return a model whose weights the seed decides, sharded as its kind on four ranks, else as `whole_tables`."""
+    """Return a model whose weights the seed decides, sharded as its kind where it is saved, else as `whole_tables`."""
     kind = KINDS[name]
     torch.manual_seed(seed)
     model = KindModel(kind)
     sharder = sharder_of(kind)
-    ways = kind.ways() if world == 4 else whole_tables()
+    ways = kind.ways() if world == kind.world else whole_tables()
     plan = construct_module_sharding_plan(
         model.sparse, dict(ways), local_size=min(2, world), world_size=world, device_type="cpu", sharder=sharder
     )
