@@ -178,8 +178,10 @@ def test_ids_that_are_not_there(saves: Saves, device: str) -> None:
     for ids in ([ROWS], [-1]):
         with pytest.raises(BadRowIds):
             tables.lookup("user", ids)
-    with pytest.raises(BadRowIds):
-        tables.lookup("user", torch.zeros(2, 2, dtype=torch.int64))
+    for wrong in (torch.zeros(2, 2, dtype=torch.int64), torch.tensor([1.5])):
+        for ids in (wrong, wrong.to(device), wrong.tolist()):
+            with pytest.raises(BadRowIds):
+                tables.lookup("user", ids)
     with pytest.raises(TableNotFound):
         tables.lookup("nobody", [0])
     assert tables.lookup("user", []).shape == (0, DIM)

@@ -18,6 +18,7 @@ import numpy as np
 
 from cnr_store.errors import BadInput, BadRowIds, MissingDependency, VersionNotFound
 from cnr_store.runtime.arguments import checked_choice
+from cnr_store.serving.rows.lookups import checked_ids
 from cnr_store.serving.sinks.positions import check_dense_tables, check_positions
 from cnr_store.serving.sinks.protocol import SinkState, SinkTable
 from cnr_store.serving.sinks.stored_rows import check_rows
@@ -125,7 +126,7 @@ class DeviceTables:
         """
         import torch
 
-        given = {table: _as_tensor(ids) for table, ids in row_ids.items()}
+        given = {table: _as_tensor(ids, table) for table, ids in row_ids.items()}
         on_device = {table: ids.to(self.device, torch.int64) for table, ids in given.items()}
         with self._queue.lookup():
             state = self._state
@@ -289,11 +290,16 @@ def rows_or_nan(table: torch.Tensor, row_ids: torch.Tensor) -> torch.Tensor:
     return table.index_select(0, row_ids.clamp(0, count - 1)).masked_fill_(outside[:, None], float("nan"))
 
 
-def _as_tensor(row_ids: Any) -> torch.Tensor:
-    """Return ids as an integer tensor (n,) where they are."""
+def _as_tensor(row_ids: Any, table: str) -> torch.Tensor:
+    """Return ids as an integer tensor (n,): a device's own, of what is on the host a copy."""
     import torch
 
-    ids = row_ids if isinstance(row_ids, torch.Tensor) else torch.from_numpy(np.array(row_ids, np.int64))
-    if ids.ndim != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise BadRowIds(f"row ids are integers of shape (n,), found {ids.dtype} of shape {tuple(ids.shape)}")
-    return ids
+    if not isinstance(row_ids, torch.Tensor) or row_ids.device.type == "cpu":
+        return torch.from_numpy(np.array(checked_ids(row_ids, table)))
+    if row_ids.ndim != 1 or row_ids.is_floating_point() or row_ids.is_complex() or row_ids.dtype == torch.bool:
+        raise BadRowIds(
+            f"row ids of table {table!r} are a one-dimensional tensor of integers, found {row_ids.dtype} of shape "
+            f"{tuple(row_ids.shape)}",
+            table=table,
+        )
+    return row_ids
