@@ -9,8 +9,10 @@ import pytest
 from cnr_store import Store, TableOptions
 from cnr_store.changes import PriorityPublisher, PublishReport
 from cnr_store.changes.priority import OLDEST_SHARE, WaitingRows, choose_rows
-from cnr_store.errors import BadInput, Unsupported
+from cnr_store.errors import BadInput, CnrStoreError, Unsupported
 from cnr_store.serving import Loader
+from cnr_store.storage import storage_from_filesystem
+from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 
 ROWS, DIM = 400, 8
 Floats = npt.NDArray[np.float32]
@@ -143,6 +145,35 @@ def test_a_new_publisher_finds_the_rows_that_wait(training: Training, target: St
 
     assert (report.kind, report.rows, report.waiting_rows) == ("delta", waiting, 0)
     assert np.array_equal(published(target), training.stored())
+
+
+@pytest.mark.parametrize("kind", [FaultKind.FAIL_AFTER, FaultKind.LOST_REPLY])
+def test_after_a_failed_call_the_next_one_goes_on(kind: FaultKind, training: Training) -> None:
+    inner = IsolatedMemoryFileSystem()
+    faulty = FaultyFileSystem(inner)
+    target = Store.create_on(storage_from_filesystem(faulty, "/root"), threads=1)
+    with PriorityPublisher(training.store, target, bytes_per_update=1_500) as publisher:
+        publisher.advance()
+        before = faulty.count()
+        training.move(np.arange(ROWS), 1.0)
+        publisher.advance()
+        calls = faulty.count() - before
+        failures = 0
+        for at in range(calls):
+            training.move(np.arange(at, ROWS, 2), 0.5)
+            faulty.arm(Fault(kind, faulty.count() + at, calls=30))
+            try:
+                publisher.advance()
+            except CnrStoreError:
+                failures += 1
+            faulty.arm(None)
+            publisher.advance()
+        while publisher.waiting_rows:
+            publisher.advance()
+
+    assert failures > 0
+    with Store.open_on(storage_from_filesystem(inner, "/root")) as seen:
+        assert np.array_equal(published(seen), training.stored())
 
 
 def test_a_row_that_changes_back_waits_no_longer(training: Training, target: Store) -> None:
