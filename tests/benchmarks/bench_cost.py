@@ -100,7 +100,7 @@ def measured(work: Callable[[], Wait | None]) -> Cost:
 # ---- the peers
 
 
-def _give_memory_back() -> None:
+def give_memory_back() -> None:
     """Return freed memory to the system: what the one before has left is no part of the next one's peak."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
@@ -172,7 +172,7 @@ def measure_peers(report: harness.Report, place: Place, trainee: Trainee, size: 
     turns += [partial(run_store, make, place, trainee, costs, shares) for make, shares in stores]
     for number in range(size.repeats):
         for turn in turns[:: 1 if number % 2 == 0 else -1]:
-            _give_memory_back()
+            give_memory_back()
             turn()
     report_place(report, place.name, costs)
     return costs

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from cnr_store.storage import CreateOutcome
+from cnr_store.storage import Content, CreateOutcome
 from cnr_store.storage.base import ObjectStat
 from cnr_store.storage.local import LocalStorage
 
@@ -44,7 +44,11 @@ class CountingStorage(LocalStorage):
             self.reads.append((key, 0 if data is None else len(data)))
         return data
 
-    def put(self, key: str, data: bytes | memoryview) -> None:
+    def read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int | None:
+        self._count("get")
+        return super().read_into(key, start, buffers)
+
+    def put(self, key: str, data: Content) -> None:
         self._count("put")
         super().put(key, data)
 

@@ -33,6 +33,7 @@ SUITES = (
     Suite("quality", "bench_quality.py", "what restores cost in quality, and the fewest bytes that cost none"),
     Suite("slots", "bench_slots.py", "deltas of optimizers with a state per element"),
     Suite("cost", "bench_cost.py", "saves and loads beside what people use today, on a disk and an object store"),
+    Suite("dense", "bench_dense.py", "dense parameters and their optimizer state at size, beside safetensors and DCP"),
     Suite("frequency", "bench_frequency.py", "saves per hour that a training can afford, a save after every step"),
     Suite("models", "bench_models.py", "saves of models with 26 to 1,000 tables"),
     Suite("growth", "bench_growth.py", "what grows with rows, versions, tables and writers"),
