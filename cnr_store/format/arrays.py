@@ -25,7 +25,7 @@ from cnr_store.format.limits import CHUNK_BYTES, MAX_CHUNK_ROWS, MAX_SHARD_CHUNK
 from cnr_store.format.records import ArrayEntry, ChunkPlace, CodecName, Shards
 from cnr_store.types import JsonValue
 
-_CRC_BYTES = 4
+CRC_BYTES = 4
 
 
 def full_chunk_rows(row_bytes: int) -> int:
@@ -156,12 +156,12 @@ def shard_index(sizes: Sequence[int], chunks: int) -> bytes:
     index[: len(sizes), 1] = sizes
     index[: len(sizes), 0] = np.cumsum([0, *sizes[:-1]])
     data: bytes = index.tobytes()
-    return b"".join((data, google_crc32c.value(data).to_bytes(_CRC_BYTES, "little")))
+    return b"".join((data, google_crc32c.value(data).to_bytes(CRC_BYTES, "little")))
 
 
 def index_bytes(chunks: int) -> int:
     """Return the bytes of a `shard_index`."""
-    return 16 * chunks + _CRC_BYTES
+    return 16 * chunks + CRC_BYTES
 
 
 def array_document(entry: ArrayEntry) -> bytes:
@@ -229,7 +229,8 @@ def encode_chunk(entry: ArrayEntry, block: npt.NDArray[Any]) -> bytes:
         block = padded
     flat = np.ascontiguousarray(block).reshape(-1)
     payload: Any = flat.view(np.uint8).data if entry.codec == "bytes" else digit_chunks.encode(flat)
-    return b"".join((payload, google_crc32c.value(bytes(payload)).to_bytes(_CRC_BYTES, "little")))
+    checked: Any = flat.view(np.uint8) if entry.codec == "bytes" else payload
+    return b"".join((payload, google_crc32c.value(checked).to_bytes(CRC_BYTES, "little")))
 
 
 def decode_chunk(
@@ -276,6 +277,6 @@ def open_chunk(
 
 def _payload(data: bytes, where: str) -> memoryview:
     """A chunk without its checksum."""
-    if len(data) < _CRC_BYTES:
+    if len(data) < CRC_BYTES:
         raise CorruptObject(f"{where} has {len(data)} bytes, no room for its checksum", path=where)
-    return memoryview(data)[:-_CRC_BYTES]
+    return memoryview(data)[:-CRC_BYTES]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -25,9 +26,10 @@ from cnr_store.read.plan import UNCONFIRMED_BYTES, TablePlan, check_stored, plan
 from cnr_store.read.replay import ChunkReader, matching, replay_hashed
 from cnr_store.read.table_reader import read_mirror, read_range, read_rows
 from cnr_store.runtime.notebook import html_table
-from cnr_store.runtime.threads import Workers
+from cnr_store.runtime.threads import Inline, Workers
 from cnr_store.segment.chunk_cache import ChunkCache
 from cnr_store.segment.codes import Allocate, Array, ArraySpec, TableCodes, array_specs, fill_value
+from cnr_store.segment.packs import read_tensors
 from cnr_store.segment.reader import IfMissing, SegmentReader, check_record, open_chain
 from cnr_store.segment.rows import check_row_ids
 from cnr_store.segment.shards import KeyShare, whole_of
@@ -189,12 +191,33 @@ class Snapshot:
         ------
         TableNotFound, CorruptStore
         """
-        entry = self.dense.get(name)
-        if entry is None:
-            raise TableNotFound(
-                f"version {self.version} has no dense tensor {name!r}", table=name, version=self.version
-            )
-        return next(one for one in self.readers if one.name == entry.segment).read_dense(name, entry)
+        return read_tensors(self.readers, self._dense_entries([name]), Inline())[name]
+
+    def _dense_entries(self, names: Iterable[str]) -> dict[str, DenseEntry]:
+        held, found = self.dense, dict[str, DenseEntry]()
+        for name in names:
+            if name not in held:
+                raise TableNotFound(
+                    f"version {self.version} has no dense tensor {name!r}", table=name, version=self.version
+                )
+            found[name] = held[name]
+        return found
+
+    def read_many_dense(
+        self, names: Iterable[str], into: Mapping[str, npt.NDArray[Any]] = MappingProxyType({})
+    ) -> dict[str, npt.NDArray[Any]]:
+        """Return dense tensors by name, as `read_dense`; chunks are read on the store's threads.
+
+        ``into``: memory by name that some of them are read into, C-contiguous, of their stored dtype and shape; after
+        an error it holds anything.
+
+        Raises
+        ------
+        TableNotFound, CorruptStore
+        BadShape, BadDtype
+            Memory of another shape or dtype, or not in one piece; nothing was read.
+        """
+        return read_tensors(self.readers, self._dense_entries(names), self.workers, into)
 
     @property
     def scalars(self) -> dict[str, JsonValue]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
@@ -30,7 +29,6 @@ from cnr_store.format.records import (
     ChainEntry,
     ChunkPlace,
     CommitRecord,
-    DenseEntry,
     Manifest,
     ObjectEntry,
     Receipt,
@@ -40,7 +38,7 @@ from cnr_store.runtime.threads import Workers
 from cnr_store.segment.chunk_cache import ChunkCache
 from cnr_store.segment.decoded import ChunkKeeper, Decode, Scratch
 from cnr_store.segment.groups import out_of_order
-from cnr_store.storage import Storage, object_digest, read_inside, read_verified
+from cnr_store.storage import Storage, fill_inside, read_inside, read_verified, scatter
 from cnr_store.types import JsonValue, RowIds
 
 
@@ -217,6 +215,16 @@ class SegmentReader:
         with self._telling():
             return read_inside(self._storage, key, first.start, [(one.size, one.xxh3_128) for one in places])
 
+    def fill_places(self, places: Sequence[ChunkPlace], buffers: Sequence[Sequence[memoryview]]) -> None:
+        """As `read_places`, into the buffers of each chunk, one after the other; after an error they hold anything."""
+        first = places[0]
+        if first.size == self._entry_of(first.path).size:
+            scatter(self.read_object(first.path), [buffer for filled in buffers for buffer in filled])
+            return
+        pieces = [(filled, place.xxh3_128) for filled, place in zip(buffers, places, strict=True)]
+        with self._telling():
+            fill_inside(self._storage, layout.segment_key(self.name, first.path), first.start, pieces)
+
     def _read_stored(self, entry: ArrayEntry, index: int) -> bytes:
         place = self.place_of(entry, index)
         taken = None if self._take is None else self._take(place)
@@ -324,26 +332,6 @@ class SegmentReader:
             return loads(unpack(self.read_object(entry.object.path), key), JSON, deepest=MAX_TREE_NESTING)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise CorruptStore(f"document {key} cannot be parsed: {error}; run `cnr verify`", path=key) from error
-
-    def read_dense(self, name: str, entry: DenseEntry) -> npt.NDArray[Any]:
-        """Return a dense tensor whose bytes are in this segment, in its stored dtype."""
-        array = next(item for item in self.manifest.dense_arrays if item.path == entry.path)
-        size = math.prod(entry.shape)
-        out = np.empty(size, array.dtype)
-        scratch = Scratch()
-        start, stop = entry.offset, entry.offset + size
-        for k in range(start // array.chunk_rows, -(-stop // array.chunk_rows)):
-            low = k * array.chunk_rows
-            chunk = self.read_chunk(array, k, scratch)
-            piece = chunk[max(start - low, 0) : stop - low]
-            out[max(low - start, 0) : max(low - start, 0) + len(piece)] = piece
-        if object_digest(out.view(np.uint8).data) != entry.digest:
-            raise CorruptObject(
-                f"dense tensor {name!r} in segment {self.name} has another digest than the manifest names; its entry "
-                "points to other bytes, run `cnr verify`",
-                path=layout.segment_key(self.name, entry.path),
-            )
-        return out.reshape(entry.shape)
 
 
 def open_chain(

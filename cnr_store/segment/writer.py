@@ -10,17 +10,17 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
-from typing import Any, cast
+from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.errors import BadDtype, BadInput, CorruptStore, StorageFailure
+from cnr_store.errors import BadInput, CorruptStore, StorageFailure
 from cnr_store.format import arrays, layout
 from cnr_store.format.documents import compressed, nests_deeper, pack, sha256, text_of
-from cnr_store.format.fields import ArrayDtype, TensorDtype
 from cnr_store.format.layout import array_path
 from cnr_store.format.limits import MAX_MANIFEST_BYTES, MAX_OWN_DOCUMENT_BYTES, MAX_USER_NESTING
 from cnr_store.format.manifest import decode_text
@@ -41,21 +41,14 @@ from cnr_store.format.records import (
 )
 from cnr_store.runtime.threads import Throttle, Workers, blocks
 from cnr_store.segment.groups import GroupShape, RowList, SharedGroup, WrittenList, WrittenPart
-from cnr_store.storage import Storage, object_digest
+from cnr_store.segment.packs import Pack, check_dense_dtype, tensor_digest
+from cnr_store.storage import Content, Storage, object_digest
 from cnr_store.types import JsonValue
 
 logger = logging.getLogger(__name__)
 
 Put = Callable[[], None]
 """Encodes and puts one object."""
-
-
-_DENSE_DTYPES = frozenset(
-    {"float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
-)
-
-
-_CARRIERS = {"bfloat16": "uint16", "bool": "uint8"}
 
 
 class SegmentWriter:
@@ -192,17 +185,37 @@ class SegmentWriter:
         if whole is not None:
             self._put(*whole)
 
-    def write_dense(self, tensors: Mapping[str, npt.NDArray[Any]], dtypes: Mapping[str, str]) -> None:
-        """Write dense tensors, packed end to end into one 1-d array per stored dtype.
+    def write_dense(
+        self, tensors: Mapping[str, npt.NDArray[Any]], dtypes: Mapping[str, str],
+        digests: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        """Write dense tensors, packed end to end into one 1-d array per stored dtype; put in `finish`, not copied.
 
-        ``dtypes`` names the logical dtype where it differs (``bfloat16`` stored as uint16, ``bool`` as uint8).
+        ``dtypes`` names the logical dtype where it differs (``bfloat16`` stored as uint16, ``bool`` as uint8);
+        ``digests`` are those that the caller knows (`tensor_digest`).
         """
-        by_dtype: dict[str, list[str]] = {}
+        by_dtype: dict[str, dict[str, npt.NDArray[Any]]] = {}
         for name, tensor in tensors.items():
             check_dense_dtype(name, tensor.dtype, dtypes.get(name))
-            by_dtype.setdefault(tensor.dtype.name, []).append(name)
-        for dtype_name, names in sorted(by_dtype.items()):
-            self._write_pack(dtype_name, [(name, np.asarray(tensors[name], order="C")) for name in names], dtypes)
+            by_dtype.setdefault(tensor.dtype.name, {})[name] = np.asarray(tensor, order="C")
+        unknown = [name for name in tensors if name not in digests]
+        found = self._workers.run(partial(tensor_digest, np.asarray(tensors[name], order="C")) for name in unknown)
+        digests = {**digests, **dict(zip(unknown, found, strict=True))}
+        for dtype_name, own in sorted(by_dtype.items()):
+            pack = Pack.of(array_path(f"{self.folder}.dense", dtype_name), own, dtypes, digests)
+            self._dense |= pack.lines
+            self._dense_arrays[dtype_name] = pack.entry
+            self._waiting.append(self._document_of(pack.entry))
+            self._waiting += [partial(self._put_pack, pack, k) for k in range(arrays.object_count(pack.entry))]
+
+    def _put_pack(self, pack: Pack, number: int) -> None:
+        """Put one object of a pack."""
+        made = pack.encode(number)
+        if pack.entry.shards is not msgspec.UNSET:
+            with self._lock:
+                shards = self._shards.setdefault(pack.entry.path, OpenShards())
+            shards.record(arrays.chunks_in(pack.entry, number), made.inside)
+        self._put_object(ObjectEntry(path=made.path, size=made.size_bytes, xxh3_128=made.digest), made.buffers)
 
     def write_document(self, name: str, document: JsonValue, before: DocumentEntry | None = None) -> None:
         """Have the receipt a document (reader state, RNG state), or `finish` put it as ``<writer>/<name>.json.zst``.
@@ -296,35 +309,12 @@ class SegmentWriter:
         self._storage.put_document(key, data, MAX_MANIFEST_BYTES)
         return sha256(data)
 
-    def _write_pack(
-        self, dtype_name: str, tensors: list[tuple[str, npt.NDArray[Any]]], dtypes: Mapping[str, str]
-    ) -> None:
-        dtype = np.dtype(dtype_name)
-        path = array_path(f"{self.folder}.dense", dtype_name)
-        offset = 0
-        for name, tensor in tensors:
-            logical = cast(TensorDtype, dtypes.get(name, dtype_name))
-            self._dense[name] = TensorLine(
-                path=path, offset=offset, dtype=logical, shape=tensor.shape,
-                digest=object_digest(tensor.reshape(-1).view(np.uint8).data),
-            )  # fmt: skip
-            offset += tensor.size
-        pack = np.concatenate([tensor.reshape(-1) for _, tensor in tensors])
-        rows = arrays.chunk_rows_for(offset, dtype.itemsize)
-        entry = ArrayEntry(
-            path=path, dtype=cast(ArrayDtype, dtype_name), shape=(offset,), chunk_rows=rows, codec="bytes",
-            start=0, count=offset,
-        )  # fmt: skip
-        entry = arrays.in_shards(entry)
-        self._dense_arrays[dtype_name] = entry
-        self._waiting.append(self._document_of(entry))
-        self._waiting += [
-            partial(self._encode, entry, k, pack[k * rows : (k + 1) * rows]) for k in range(arrays.chunk_count(entry))
-        ]
-
     def _put(self, path: str, data: bytes) -> None:
-        self._throttle.take(len(data))
-        entry = ObjectEntry(path=path, size=len(data), xxh3_128=object_digest(data))
+        self._put_object(ObjectEntry(path=path, size=len(data), xxh3_128=object_digest(data)), data)
+
+    def _put_object(self, entry: ObjectEntry, data: Content) -> None:
+        path = entry.path
+        self._throttle.take(entry.size)
         with self._lock:
             if path in self._objects:
                 raise CorruptStore(f"segment {self.name}: {path} would be written twice; two names collide", path=path)
@@ -336,32 +326,6 @@ def _is_same_document(before: DocumentEntry, data: bytes) -> bool:
     """Whether a document is stored as these bytes."""
     old = before.object
     return before.text == data if old is None else (old.size, old.xxh3_128) == (len(data), object_digest(data))
-
-
-def check_dense_dtype(name: str, dtype: np.dtype[Any], logical: str | None) -> None:
-    """Refuse a dense tensor of an unsupported dtype, or of another dtype than its logical dtype is stored as.
-
-    Raises
-    ------
-    BadDtype
-    """
-    held = _dtype_name(dtype)
-    if held not in _DENSE_DTYPES:
-        raise BadDtype(
-            f"dense tensor {name!r} has dtype {dtype}, which a store cannot hold; use one of {sorted(_DENSE_DTYPES)}",
-            expected=sorted(_DENSE_DTYPES), found=held,
-        )  # fmt: skip
-    stored = held if logical is None else _CARRIERS.get(logical, logical)
-    if stored != held:
-        raise BadDtype(
-            f"dense tensor {name!r} is named {logical} and held in {dtype}, expected {stored}",
-            expected=stored, found=held,
-        )  # fmt: skip
-
-
-@lru_cache(maxsize=64)
-def _dtype_name(dtype: np.dtype[Any]) -> str:
-    return dtype.name  # numpy computes it at each call
 
 
 def write_manifest(
@@ -462,6 +426,11 @@ class OpenShards:
             whole = [self._waiting.pop(k) for k in chunks]
         index_data = arrays.shard_index([len(chunk) for chunk in whole], room)
         return arrays.object_path(entry, number), b"".join((*whole, index_data))
+
+    def record(self, chunks: range, lines: Sequence[tuple[int, str]]) -> None:
+        """Record size and digest of chunks of a shard that is complete."""
+        with self._lock:
+            self._inside.update(zip(chunks, lines, strict=True))
 
     def take_back(self) -> dict[int, bytes]:
         """Return the chunks that wait, by their number in the array; they may be added again, to other shards."""

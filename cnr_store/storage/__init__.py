@@ -8,28 +8,34 @@ from __future__ import annotations
 
 from cnr_store.storage.base import (
     MAX_CREATE_BYTES,
+    Content,
     CreateOutcome,
     ObjectStat,
     Storage,
     StorageRecipe,
     check_digest,
+    fill_inside,
     object_digest,
     read_inside,
     read_verified,
+    scatter,
 )
 from cnr_store.storage.opening import open_storage, reopen_storage, storage_from_filesystem
 
 __all__ = [
     "MAX_CREATE_BYTES",
+    "Content",
     "CreateOutcome",
     "ObjectStat",
     "Storage",
     "StorageRecipe",
     "check_digest",
+    "fill_inside",
     "object_digest",
     "open_storage",
     "read_inside",
     "read_verified",
     "reopen_storage",
+    "scatter",
     "storage_from_filesystem",
 ]

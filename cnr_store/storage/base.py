@@ -25,6 +25,11 @@ logger = logging.getLogger(__name__)
 MAX_CREATE_BYTES = 64 * 1024
 """Largest object that may be created exclusively: records stay single-part PUTs everywhere (CNR-STO-4)."""
 
+Buffer = bytes | bytearray | memoryview
+"""Contiguous bytes."""
+Content = Buffer | Sequence[Buffer]
+"""The bytes of an object, in one piece or in several that follow one another."""
+
 PROBE_FOLDER = "_probe"
 TEMPORARY_PREFIX = ".tmp-"
 _PART = rf"(?!\.+(?:/|\Z))(?!{re.escape(TEMPORARY_PREFIX)})[A-Za-z0-9._%-]+"
@@ -147,6 +152,19 @@ class Storage(ABC):
             return None if self._read(key, first, first + 1) is None else b""
         return self._read(key, first, stop)
 
+    def read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int | None:
+        """Fill writable buffers, one after the other, with the object's bytes from ``start`` on. One request.
+
+        Returns how many bytes there were, fewer than the buffers hold if the object ends before; None if it does not
+        exist. Raises as `read`.
+        """
+        check_key(key)
+        return self._read_into(key, start, buffers)
+
+    def _read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int | None:
+        data = self.read(key, start=start, stop=start + sum(map(len, buffers)))
+        return None if data is None else scatter(data, buffers)
+
     def read_document(self, key: str, limit_bytes: int) -> bytes | None:
         """Return a document's bytes, or None if it does not exist; raise if it exceeds ``limit_bytes``.
 
@@ -189,7 +207,7 @@ class Storage(ABC):
             )
         self.put(key, data)
 
-    def put(self, key: str, data: bytes | memoryview) -> None:
+    def put(self, key: str, data: Content) -> None:
         """Create or overwrite an object; readers see the old bytes or the new, never a mixture.
 
         ``data`` is not referenced afterwards. `sync_folders` makes the names of local files durable.
@@ -202,9 +220,10 @@ class Storage(ABC):
             The backend refused or failed; the object has its old or its new content.
         """
         check_key(key)
-        self._put(key, data)
+        buffers = [data] if isinstance(data, Buffer) else data
+        self._put(key, buffers)
         if self.copies is not None:
-            self.copies.record(key, data)
+            self.copies.record(key, buffers)
 
     def create(self, key: str, data: bytes) -> CreateOutcome:
         """Try once to create an object that must not exist; return what is known about the attempt.
@@ -354,7 +373,7 @@ class Storage(ABC):
     def _read(self, key: str, start: int, stop: int | None) -> bytes | None: ...
 
     @abstractmethod
-    def _put(self, key: str, data: bytes | memoryview) -> None: ...
+    def _put(self, key: str, data: Sequence[Buffer]) -> None: ...
 
     @abstractmethod
     def _create(self, key: str, data: bytes) -> tuple[CreateOutcome, BaseException | None]:
@@ -370,6 +389,16 @@ class Storage(ABC):
     def _delete(self, keys: list[str]) -> None: ...
 
 
+def scatter(data: Buffer, buffers: Sequence[memoryview]) -> int:
+    """Copy bytes into buffers, one after the other; returns how many. No I/O."""
+    at, data = 0, memoryview(data)
+    for buffer in buffers:
+        piece = data[at : at + len(buffer)]
+        buffer[: len(piece)] = piece
+        at += len(piece)
+    return at
+
+
 def object_digest(data: bytes | bytearray | memoryview) -> str:
     """Return the xxh3-128 of the bytes as 32 hex digits. No I/O.
 
@@ -379,6 +408,16 @@ def object_digest(data: bytes | bytearray | memoryview) -> str:
     '99aa06d3014798d86001c324468d497f'
     """
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def content_digest(content: Content) -> str:
+    """Return the `object_digest` of an object that may be in pieces. No I/O."""
+    if isinstance(content, Buffer):
+        return object_digest(content)
+    digest = xxhash.xxh3_128()
+    for piece in content:
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def read_verified(storage: Storage, key: str, *, size_bytes: int, digest: str) -> bytes:
@@ -432,6 +471,39 @@ def read_inside(storage: Storage, key: str, start: int, pieces: Sequence[tuple[i
     return _checked_pieces(data, start, pieces, f"object {key!r} in {storage.url}", key)
 
 
+def fill_inside(storage: Storage, key: str, start: int, pieces: Sequence[tuple[Sequence[memoryview], str]]) -> None:
+    """Fill memory with neighbouring pieces of an object, each checked: as `read_inside`, without a copy of its own.
+
+    Parameters
+    ----------
+    pieces
+        The buffers that get the bytes of each, one after the other, and its digest. After an error they hold anything.
+
+    Raises
+    ------
+    MissingObject, CorruptObject, AccessDenied, StorageFailure
+        As `read_verified`.
+    """
+    buffers = [buffer for filled, _ in pieces for buffer in filled]
+    sizes = [sum(map(len, filled)) for filled, _ in pieces]
+    size = sum(sizes)
+    copied = _read_copy(storage, key, start, [(one, digest) for one, (_, digest) in zip(sizes, pieces, strict=True)])
+    if copied is not None:
+        for data, (filled, _) in zip(copied, pieces, strict=True):
+            scatter(data, filled)
+        return
+    found = storage.read_into(key, start, buffers)
+    if found is None:
+        raise _missing(storage, key, start + size)
+    if found != size:
+        raise _cut(storage, key, start + size, start + found)
+    at = start
+    for length, (filled, digest) in zip(sizes, pieces, strict=True):
+        what = f"object {key!r} in {storage.url}, bytes {at} to {at + length},"
+        check_digest(filled, digest, what, key)
+        at += length
+
+
 def _checked_pieces(data: bytes, start: int, pieces: Sequence[tuple[int, str]], what: str, key: str) -> list[bytes]:
     found, at = [], 0
     for length, digest in pieces:
@@ -458,7 +530,7 @@ def _read_copy(storage: Storage, key: str, start: int, pieces: Sequence[tuple[in
         return None
 
 
-def check_digest(data: bytes | memoryview, digest: str, what: str, key: str) -> None:
+def check_digest(data: Content, digest: str, what: str, key: str) -> None:
     """Refuse bytes whose digest is another than the inventory says. No I/O.
 
     Raises
@@ -466,7 +538,7 @@ def check_digest(data: bytes | memoryview, digest: str, what: str, key: str) -> 
     CorruptObject
         Names ``what``; its path is ``key``.
     """
-    found = object_digest(data)
+    found = content_digest(data)
     if found != digest:
         raise CorruptObject(
             f"{what} has digest {found}, the inventory says {digest}; its bytes were changed or swapped. "

@@ -7,7 +7,7 @@ a manifest names. An object of a segment is put once and never changed: its key 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -40,15 +40,16 @@ class ObjectCopies:
         self._given: dict[str, npt.NDArray[np.uint8]] = {}
         self.read_bytes = 0
 
-    def record(self, key: str, data: bytes | memoryview) -> None:
+    def record(self, key: str, data: Sequence[bytes | bytearray | memoryview]) -> None:
         """Record an object that was put, if it is to be kept and there is room for it; copies it."""
         if not self._is_kept(key):
             return
+        size = sum(map(len, data))
         with self._lock:
-            if self._written_bytes + len(data) > self._limit_bytes:
+            if self._written_bytes + size > self._limit_bytes:
                 return
-            self._written_bytes += len(data)
-            self._written[key] = np.frombuffer(data, np.uint8).copy()
+            self._written_bytes += size
+            self._written[key] = np.concatenate([np.frombuffer(piece, np.uint8) for piece in data])
 
     def take_written(self) -> Objects:
         """Return what was recorded since the last call, and forget it."""

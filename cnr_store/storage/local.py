@@ -19,12 +19,13 @@ import stat
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from cnr_store.errors import BadInput, StorageFailure, UnsafeBackend, Unsupported
 from cnr_store.storage.base import (
     TEMPORARY_PREFIX,
+    Buffer,
     CreateOutcome,
     ObjectStat,
     Storage,
@@ -42,6 +43,7 @@ _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FOLDER_ATTEMPTS = 5
 _WRITE_BYTES = 64 * 1024 * 1024
+_READ_BUFFERS = 1024
 
 
 class LocalStorage(Storage):
@@ -62,24 +64,38 @@ class LocalStorage(Storage):
         self._secrets = Secrets()
 
     def _read(self, key: str, start: int, stop: int | None) -> bytes | None:
+        with self._reading(key) as fd:
+            if fd is None:
+                return None
+            size = os.fstat(fd).st_size
+            return _read_range(fd, start, size if stop is None else min(stop, size))
+
+    def _read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int | None:
+        with self._reading(key) as fd:
+            return None if fd is None else _read_all_into(fd, start, buffers)
+
+    @contextlib.contextmanager
+    def _reading(self, key: str) -> Iterator[int | None]:
+        """Yield the descriptor of a file; None if there is none."""
         try:
             # O_NONBLOCK: a named pipe in place of an object must not block a reader.
             fd = self._open(key, os.O_RDONLY | os.O_NONBLOCK)
-            try:
-                status = os.fstat(fd)
-                if stat.S_ISDIR(status.st_mode):
-                    return None
-                if not stat.S_ISREG(status.st_mode):
-                    raise StorageFailure(f"{key!r} in {self.url} is a device, a pipe or a socket; remove it", path=key)
-                return _read_range(fd, start, status.st_size if stop is None else min(stop, status.st_size))
-            finally:
-                os.close(fd)
         except _ABSENT:
-            return None
+            yield None
+            return
         except OSError as error:
             raise self._failure(error, "reading", key) from error
+        try:
+            mode = os.fstat(fd).st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                raise StorageFailure(f"{key!r} in {self.url} is a device, a pipe or a socket; remove it", path=key)
+            yield None if stat.S_ISDIR(mode) else fd
+        except OSError as error:
+            raise self._failure(error, "reading", key) from error
+        finally:
+            os.close(fd)
 
-    def _put(self, key: str, data: bytes | memoryview) -> None:
+    def _put(self, key: str, data: Sequence[Buffer]) -> None:
         try:
             with self._written(key, data) as (folder, temporary):
                 os.replace(temporary, _name_of(key), src_dir_fd=folder, dst_dir_fd=folder)
@@ -90,7 +106,7 @@ class LocalStorage(Storage):
         refusal: FileExistsError | None = None
         is_written = False
         try:
-            with self._written(key, data) as (folder, temporary):
+            with self._written(key, [data]) as (folder, temporary):
                 is_written = True
                 try:
                     self._link(folder, temporary, key)
@@ -235,13 +251,14 @@ class LocalStorage(Storage):
         return sorted(found, key=lambda one: one[0])
 
     @contextlib.contextmanager
-    def _written(self, key: str, data: bytes | memoryview) -> Iterator[tuple[int, str]]:
+    def _written(self, key: str, data: Sequence[Buffer]) -> Iterator[tuple[int, str]]:
         """Write a temporary file, deleted after an error; yield its folder's descriptor and its name."""
         temporary = f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
         folder, fd = self._open_new(_folder_of(key), temporary)
         try:
             try:
-                _write_all(fd, data)
+                for buffer in data:
+                    _write_all(fd, buffer)
                 if self.fsync:
                     os.fsync(fd)
             finally:
@@ -358,7 +375,18 @@ def _read_range(fd: int, start: int, stop: int) -> bytes:
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def _write_all(fd: int, data: bytes | memoryview) -> None:
+def _read_all_into(fd: int, start: int, buffers: Sequence[memoryview]) -> int:
+    at, waiting = start, [buffer for buffer in buffers if len(buffer)]
+    while waiting and (found := os.preadv(fd, waiting[:_READ_BUFFERS], at)):
+        at += found
+        while waiting and found >= len(waiting[0]):
+            found -= len(waiting.pop(0))
+        if found:
+            waiting[0] = waiting[0][found:]
+    return at - start
+
+
+def _write_all(fd: int, data: Buffer) -> None:
     view = memoryview(data)
     view = view.cast("B") if view.contiguous else memoryview(view.tobytes())
     while len(view):

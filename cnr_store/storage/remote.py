@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote
@@ -17,7 +17,7 @@ from urllib.parse import quote
 import fsspec
 
 from cnr_store.errors import AccessDenied, ReadOnlyStore, StorageFailure, UnsafeBackend
-from cnr_store.storage.base import CreateOutcome, ObjectStat, Storage, is_key
+from cnr_store.storage.base import Buffer, CreateOutcome, ObjectStat, Storage, is_key
 from cnr_store.storage.failures import create_outcome, is_absent, is_denied, is_past_end, storage_failure
 from cnr_store.storage.redaction import Secrets
 
@@ -61,8 +61,9 @@ class RemoteStorage(Storage):
 
         return self._ask("reading", key, read, absent=None, past_end=b"")
 
-    def _put(self, key: str, data: bytes | memoryview) -> None:
-        content = data if isinstance(data, bytes) else bytes(data)
+    def _put(self, key: str, data: Sequence[Buffer]) -> None:
+        only = data[0] if len(data) == 1 else None
+        content = only if isinstance(only, bytes) else b"".join(data)
         self._ask("writing", key, lambda: self._pipe(key, content))
 
     def _pipe(self, key: str, data: bytes, **options: Any) -> None:
@@ -224,7 +225,7 @@ class HttpStorage(RemoteStorage):
             path=key,
         )
 
-    def _put(self, key: str, data: bytes | memoryview) -> None:  # noqa: ARG002
+    def _put(self, key: str, data: Sequence[Buffer]) -> None:  # noqa: ARG002
         raise self._refused("writing", key)
 
     def _create(self, key: str, data: bytes) -> tuple[CreateOutcome, BaseException | None]:  # noqa: ARG002

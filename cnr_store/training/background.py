@@ -21,6 +21,7 @@ from cnr_store.format.document_tree import EncodedTree
 from cnr_store.runtime.notebook import ShownReport
 from cnr_store.runtime.threads import background_cpu_s
 from cnr_store.segment.shards import Shard
+from cnr_store.training.dense_staging import StagedDense
 from cnr_store.training.dynamic_tables import StagedKeys
 from cnr_store.training.precision.rate_control import ScaleChange
 from cnr_store.training.tensors import TensorRows, as_array, flat_rows
@@ -58,8 +59,8 @@ class SaveReport(ShownReport):
     size_bytes
         Bytes of the segment, of all ranks.
     stall_s
-        Seconds for which the training thread copied rows (and encoded and wrote, if it was asked to stall), and agreed
-        with other ranks.
+        Seconds for which the training thread copied rows (and encoded and wrote, if it was asked to stall), agreed with
+        other ranks, and had dense tensors copied before its next optimizer step.
     wait_s
         Seconds for which it waited for the save before.
     encode_s, commit_s
@@ -133,12 +134,13 @@ class LiveRead:
 
 @dataclass(slots=True, eq=False)
 class SaveJob:
-    """Everything that one save needs, as of one instant; the transaction has the dense tensors and documents already.
+    """Everything that one save needs, as of one instant; the transaction has the documents already.
 
     ``fixed`` encodes the documents that no training step changes, by name: the background has time for it.
     ``shards`` are those that this rank writes; ``taken``, ``row_ids`` (of the whole table), ``whole`` and the staging
     go by their names, too. ``declares``: whether tables, of any rank, are stored anew. ``read``: what was read of them
-    before. ``keyed``: what is written of dynamic tables.
+    before. ``keyed``: what is written of dynamic tables. ``dense``: the dense tensors that this rank writes, which are
+    still being copied.
     """
 
     transaction: Transaction
@@ -152,6 +154,7 @@ class SaveJob:
     declares: bool = False
     read: LiveRead | None = None
     keyed: Sequence[StagedKeys] = ()
+    dense: StagedDense | None = None
     stall_s: float = 0.0
     wait_s: float = 0.0
     encode_s: float = 0.0
@@ -171,11 +174,16 @@ class SaveJob:
         """What was read before the save, by name of the shard."""
         return {} if self.read is None else self.read.whole
 
+    @property
+    def dense_wait_s(self) -> float:
+        """Seconds for which the training waited for copies of dense tensors before its next step."""
+        return 0.0 if self.dense is None else self.dense.waited_s
+
     def report(self, version: int, scales: Mapping[str, ScaleChange]) -> SaveReport:
         """Return the report of this save, committed as ``version``."""
         return SaveReport(
             version=version, step=self.transaction.step, kind=self.transaction.kind, rows=self.row_count,
-            size_bytes=self.transaction.size_bytes, stall_s=self.stall_s, wait_s=self.wait_s,
+            size_bytes=self.transaction.size_bytes, stall_s=self.stall_s + self.dense_wait_s, wait_s=self.wait_s,
             encode_s=self.encode_s, commit_s=self.commit_s, cpu_s=self.cpu_s, scales=scales,
         )  # fmt: skip
 
@@ -205,6 +213,9 @@ def _write_and_commit(job: SaveJob) -> None:
     started, cpu_s = time.perf_counter(), background_cpu_s()
     transaction = job.transaction
     with transaction:
+        if job.dense is not None:
+            job.dense.copy_rest()
+            transaction.put_dense(job.dense.copies, job.dense.dtypes, check=job.dense.check)
         for name, encoded in job.fixed.items():
             transaction.put_document(name, encoded())
         if job.read is None:
@@ -226,7 +237,8 @@ def _write_and_commit(job: SaveJob) -> None:
         for one_table in job.keyed:
             one_table.put(transaction)
         job.encode_s = time.perf_counter() - started + (job.read.read_s if job.read else 0.0)
-        waited_s = job.stall_s + (job.encode_s if job.whole else 0.0)  # for whole tables the training is still waiting
+        # For whole tables the training is still waiting.
+        waited_s = job.stall_s + job.dense_wait_s + (job.encode_s if job.whole else 0.0)
         transaction.note({"timing": {"stall_s": round(waited_s, 6), "encode_s": round(job.encode_s, 6)}})
         started = time.perf_counter()
         transaction.commit()

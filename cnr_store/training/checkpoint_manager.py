@@ -21,6 +21,7 @@ from cnr_store.format.notes import checked_notes
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.store import Store
 from cnr_store.training.background import SaveReport, raise_failure
+from cnr_store.training.dense_staging import DenseStaging
 from cnr_store.training.live_training import watch_training
 from cnr_store.training.loading import RestoredState
 from cnr_store.training.matching import Resize
@@ -133,7 +134,8 @@ class CheckpointManager:
         self._saver = Saver(
             training, chain, position, schedule,
             SaveStager(
-                training, chain, position, tracking.quantize_on_device, save_policy.rng, precision.residual_bits,
+                training, chain, position, DenseStaging(is_lazy=save_policy.dense_copies == "lazy"),
+                tracking.quantize_on_device, save_policy.rng, precision.residual_bits,
             ),
             TrainingWriter(self._store, store_options, ranks, training.holdings.placement, self._peers), save_policy,
             self._reports,

@@ -334,7 +334,8 @@ class _Reading:
 
     def _put(self, planned: Planned) -> None:
         plan, snapshot = planned.plan, planned.snapshot
-        dense, targets = read_dense(snapshot, plan), restore_targets(plan, self._optimizers)
+        targets = restore_targets(plan, self._optimizers)
+        dense = read_dense(snapshot, plan, self._optimizers)
         read_tables(snapshot, targets, "exact")
         finish_tables(snapshot, targets, self._optimizers, "exact")
         apply_dense(plan, dense, snapshot.dense, planned.state, self._optimizers)

@@ -38,6 +38,9 @@ DEFAULT_OVERHEAD = 0.01
 FirstBaseline = Literal["stall", "live"]
 """How a table that must be read whole is read: while the training waits, or while it continues."""
 
+DenseCopies = Literal["lazy", "stall"]
+"""When dense tensors are copied: while the training goes on, until its next step, or while it waits."""
+
 Moves = Literal["touched", "ever_touched", "all"]
 """Which rows a step of an optimizer changes: those looked up, those ever looked up, or all."""
 
@@ -62,6 +65,11 @@ class SavePolicy:
         while the training goes on; rows that it changes meanwhile are copied at the first step behind that, and the
         checkpoint is of that step. Every writer of a row must mark it, as the library's hooks do. Tables without a
         full mirror (``mirror="none"``, affine rows) stall all the same.
+    dense_copies
+        When dense parameters and their optimizer's state in host memory are copied: ``lazy`` by the background until
+        the next step of an optimizer, or while the training waits (``stall``). Lazy is right where nothing but steps of
+        `torch.optim` optimizers writes them from one save to the next step. What else writes a tensor is noticed, once
+        by its bits and from then on by its version; writes through ``.data`` or numpy that begin later are not.
     when_busy, on_error
         See `WhenBusy` and `OnError`.
     save_on_sigterm
@@ -85,6 +93,7 @@ class SavePolicy:
     every_seconds: float | None = None
     overhead: float | None = None
     first_baseline: FirstBaseline = "stall"
+    dense_copies: DenseCopies = "lazy"
     when_busy: WhenBusy = "wait"
     on_error: OnError = "raise"
     save_on_sigterm: bool | Literal["flag"] = False
@@ -95,6 +104,7 @@ class SavePolicy:
     def __post_init__(self) -> None:
         checked_choice("policy", self.policy, get_args(Policy))
         checked_choice("first_baseline", self.first_baseline, get_args(FirstBaseline))
+        checked_choice("dense_copies", self.dense_copies, get_args(DenseCopies))
         checked_choice("when_busy", self.when_busy, get_args(WhenBusy))
         checked_choice("on_error", self.on_error, get_args(OnError))
         checked_choice("save_on_sigterm", self.save_on_sigterm, (False, True, "flag"))

@@ -271,13 +271,15 @@ class Restorer:
             return _ReadState(
                 dense, entries, request.survivor.reader_state, None, sizes, changed, Targets({}, [], []), {}
             )  # fmt: skip
-        dense, entries = (shared.dense, shared.entries) if shared else (read_dense(snapshot, plan), snapshot.dense)
         reader_state = stored_reader_state(snapshot, ranks, request.redistribute, strict=request.strict)
         communication = stored_communication(snapshot, self.training.communication, ranks)
         rng = stored_rng(planned, ranks.rank)
         targets = restore_targets(plan, self.training.optimizers)
         if shared is not None:  # of other tables a rank that survived gives its copy
             targets = targets.only({own.key for own in self.training.holdings.owned.values()})
+            dense, entries = shared.dense, shared.entries
+        else:  # last: it writes live tensors
+            dense, entries = read_dense(snapshot, plan, self.training.optimizers), snapshot.dense
         return _ReadState(dense, entries, reader_state, rng, sizes, changed, targets, communication)
 
     def _apply_state(self, planned: Planned, read: _ReadState) -> None:

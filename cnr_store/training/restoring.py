@@ -1,6 +1,6 @@
 """Put a committed state into a live model and its optimizers, in place, by a plan of `matching`.
 
-Everything but the tables is read into host memory before the first tensor is written.
+Tables and dense tensors are read into the live tensors, where these lie in host memory; everything else is read before.
 """
 
 from __future__ import annotations
@@ -20,13 +20,32 @@ from cnr_store.segment.shards import Shard
 from cnr_store.training.matching import Resize, RestorePlan, ShardRestore, has_parameter
 from cnr_store.training.shards import Holdings
 from cnr_store.training.state import Optimized, StatePlan
-from cnr_store.training.tensors import Array, as_array, as_tensor, windows, writable_array
+from cnr_store.training.tensors import Array, as_array, as_tensor, dense_dtype_name, windows, writable_array
 from cnr_store.types import Rectangle, SlotsRule
+from cnr_store_gpu.memory import check_held
 
 
-def read_dense(snapshot: Snapshot, plan: RestorePlan) -> dict[str, Array]:
-    """Read every dense tensor of a plan, optimizer state among them, into host memory. Blocks."""
-    return {name: snapshot.read_dense(name) for name in (*plan.dense, *plan.optimizer_dense)}
+@torch.no_grad()
+def read_dense(snapshot: Snapshot, plan: RestorePlan, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Array]:
+    """Read every dense tensor of a plan, optimizer state among them: into the live ones, where they can be. Blocks.
+
+    After an error live tensors hold anything. Returns those that `apply_dense` must put in place.
+    """
+    names, live = (*plan.dense, *plan.optimizer_dense), dict(plan.dense)
+    for name, (one, key) in plan.optimizer_dense.items():
+        held = optimizers[one.optimizer].state.get(one.parameter, {}).get(key)
+        if type(held) is torch.Tensor:
+            live[name] = held
+    into = {}
+    dense = snapshot.dense
+    for name, tensor in live.items():
+        check_held(tensor, name)
+        entry = dense[name]
+        array = writable_array(tensor) if type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
+        if array is not None and (dense_dtype_name(tensor, name), array.shape) == (entry.dtype, entry.shape):
+            into[name] = array
+    found = snapshot.read_many_dense(names, into)
+    return {name: array for name, array in found.items() if name not in into}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,8 +141,8 @@ def apply_dense(
     state: StatePlan,
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> None:
-    """Put dense tensors, step counters and hyperparameters in place; no I/O."""
-    for name, tensor in plan.dense.items():
+    """Put dense tensors that are not there yet, step counters and hyperparameters in place; no I/O."""
+    for name, tensor in ((name, tensor) for name, tensor in plan.dense.items() if name in dense):
         tensor.copy_(as_tensor(dense[name], entries[name].dtype).reshape(tensor.shape))
     for one in state.optimized:
         document = plan.optimizer_documents[one.optimizer]
@@ -133,7 +152,7 @@ def apply_dense(
         if one.is_table and not has_parameter(document, stored):
             continue  # it was stepped inside backward, or not at all: there is nothing to put back
         _put_inline(one, document.state.get(stored, {}), plan, optimizers[one.optimizer])
-    for name, (one, key) in plan.optimizer_dense.items():
+    for name, (one, key) in ((name, at) for name, at in plan.optimizer_dense.items() if name in dense):
         value = as_tensor(dense[name], entries[name].dtype)
         optimizer = optimizers[one.optimizer]
         _put_tensor(optimizer.state[one.parameter], key, value, one.parameter, optimizer.param_groups[one.group])

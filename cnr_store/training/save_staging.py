@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from cnr_store.errors import BackgroundSaveFailed
 from cnr_store.format.document_tree import EncodedTree
@@ -23,6 +24,7 @@ from cnr_store.runtime.ranks import together
 from cnr_store.segment.codes import array_specs
 from cnr_store.training.background import WEIGHT, LiveRead, SaveJob, WholeShard, failure_message
 from cnr_store.training.communication_state import capture_communication
+from cnr_store.training.dense_staging import DenseStaging, StagedDense
 from cnr_store.training.document import TRAINER, KeptDocument, rng_documents, trainer_documents
 from cnr_store.training.dynamic_tables import StagedKeys, give_back_changes, stage_changes
 from cnr_store.training.live_training import LiveTraining
@@ -30,15 +32,14 @@ from cnr_store.training.reader import reader_name
 from cnr_store.training.save_plan import ChainState, SavePlan
 from cnr_store.training.schedule import TrainingPosition
 from cnr_store.training.shards import LocalShard, weights_of
-from cnr_store.training.state import OtherState, StatePlan, needs_new_schema
-from cnr_store.training.tensors import as_array, dense_dtype_name, host_copy, leaf_of
+from cnr_store.training.state import needs_new_schema
+from cnr_store.training.tensors import leaf_of
 from cnr_store.types import Lattice, RowIds
 from cnr_store.write.policy import Decision
 from cnr_store.write.table_options import TableOptions
 from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
 from cnr_store_gpu import Cumulative, LatticeCodes, RowRequest, StagingBuffers, Taken
-from cnr_store_gpu.memory import check_held
 from cnr_store_gpu.words import Words, rows_of
 
 
@@ -48,6 +49,8 @@ class SaveStager:
 
     Attributes
     ----------
+    dense
+        Copies dense tensors, of rank 0.
     codes_on_device
         Rows of lattices become codes before they leave their device.
     residual_bits
@@ -57,6 +60,7 @@ class SaveStager:
     training: LiveTraining
     chain: ChainState
     position: TrainingPosition
+    dense: DenseStaging
     codes_on_device: bool
     saves_rng: bool
     residual_bits: int | None = None
@@ -114,11 +118,12 @@ class SaveStager:
         taken: dict[str, Taken] = {}
         fixed: dict[str, Callable[[], EncodedTree]] = {}
         keyed: list[StagedKeys] = []
+        dense: list[StagedDense] = []
         staged = None
 
         def share() -> dict[str, str]:
             chain.rate.stage(transaction, writer, chain.whole_next)
-            fixed.update(self._put_state(transaction, writer, plan))
+            fixed.update(self._put_state(transaction, writer, plan, dense))
             taken.update(training.tracker.take())
             if training.dynamic.tables:
                 keyed.extend(stage_changes(training.dynamic, transaction))
@@ -152,7 +157,13 @@ class SaveStager:
         return SaveJob(
             transaction, shards, taken, staged, rows, written, drops, fixed, declares=bool(chain.whole_next), read=read,
             keyed=keyed,
+            dense=dense[0] if dense else None,
         )  # fmt: skip
+
+    def free(self) -> None:
+        """Give the memory of all copies back, and follow no step any more; the last save is over."""
+        self.buffers.free()
+        self.dense.close()
 
     def _drops(self, transaction: Transaction, writer: Writer) -> tuple[str, ...]:
         """Tables of the head that the training does not have."""
@@ -177,11 +188,11 @@ class SaveStager:
         return rows, requests
 
     def _put_state(
-        self, transaction: Transaction, writer: Writer, plan: SavePlan
+        self, transaction: Transaction, writer: Writer, plan: SavePlan, dense: list[StagedDense]
     ) -> Mapping[str, Callable[[], EncodedTree]]:
         """Hand over what is no row of a table: rank 0 for all, but for generators, readers and communication.
 
-        Returns the documents, by name, that no training step changes.
+        Adds the dense tensors of all to ``dense``, and returns the documents, by name, that no training step changes.
         """
         training, rank = self.training, self.training.ranks.rank
         reader = self.position.document()  # before the generators: a loader may draw for its first state
@@ -189,7 +200,12 @@ class SaveStager:
         documents: dict[str, Any] = dict(communication.documents)
         if rank == 0:
             known, local = writer.snapshot.dense if writer.is_synced else (), plan.local
-            put_dense_state(transaction, known, local.state, local.other, communication.shared)
+            steady = {name for name, tensor in local.state.dense.items() if isinstance(tensor, nn.Parameter)}
+            live = local.state.dense | local.other.dense | communication.shared
+            dense.append(self.dense.stage(live, steady | local.other.dense.keys(), self.position.step))
+            for name in set(known) - live.keys():
+                if not is_rank_tensor(name):  # these end by themselves
+                    transaction.drop_dense(name)
             transaction.put_scalars({"step": self.position.step})
             documents |= trainer_documents(
                 local.state, training.optimizers, local.other, plan.tables, training.extras, self.chain.rate.document()
@@ -238,30 +254,6 @@ def union_of(answers: Iterable[Mapping[str, str]]) -> dict[str, Words]:
 def taken_words(name: str, num_rows: int, words: Words) -> Taken:
     """Return words as taken rows, to be saved, or given back if the save does not win."""
     return Taken(name, num_rows, rows_of(words), words)
-
-
-def put_dense_state(
-    transaction: Transaction,
-    known: Iterable[str],
-    plan: StatePlan,
-    other: OtherState,
-    shared: dict[str, torch.Tensor],
-) -> None:
-    """Hand copies of every tensor that is saved whole to a transaction, and end those of ``known`` that are gone.
-
-    ``shared``: what all ranks have alike of compressed communication.
-    """
-    live = plan.dense | other.dense | shared
-    for name, tensor in live.items():
-        check_held(tensor, name)
-    tensors = {name: host_copy(tensor) for name, tensor in live.items()}
-    transaction.put_dense(
-        {name: as_array(tensor) for name, tensor in tensors.items()},
-        {name: dense_dtype_name(tensor, name) for name, tensor in tensors.items()},
-    )
-    for name in set(known) - tensors.keys():
-        if not is_rank_tensor(name):  # these end by themselves
-            transaction.drop_dense(name)
 
 
 def rows_to_write(taken: Taken, decision: Decision, changed: Cumulative) -> RowIds:

@@ -350,6 +350,7 @@ class Saver:
 
         With ``wait``, a save whose tables are being read becomes a save of the present step; then all ranks call it.
         """
+        self.stager.dense.settle()  # the caller may write dense tensors next
         if self._unreported is not None:
             unreported, self._unreported = self._unreported, None
             return unreported
@@ -428,15 +429,9 @@ class Saver:
         report = job.report(version, changes)
         self.history.append(report)
         if self.schedule.auto is not None:
+            written_s, stretch = report.encode_s + report.commit_s, self._core_waits.stretch()
             self.schedule.auto.saved(
-                SaveCost(
-                    report.kind,
-                    report.stall_s,
-                    report.cpu_s,
-                    busy_share(),
-                    report.encode_s + report.commit_s,
-                    self._core_waits.stretch(),
-                )
+                SaveCost(report.kind, report.stall_s, report.cpu_s, busy_share(), written_s, stretch)
             )
         logger.info(
             "version %d: %s of step %d, %d rows, %d bytes, stall %.4f s, background %.3f s",
@@ -537,7 +532,7 @@ class Saver:
             unknown, self._unknown = self._unknown, None
             self._lost(unknown.job, None)
         self.background.close()
-        self.stager.buffers.free()
+        self.stager.free()
         return self.writer.current
 
     def close(self) -> None:
@@ -559,7 +554,7 @@ class Saver:
             self.reports.report(error)
         finally:
             self.background.close()
-            self.stager.buffers.free()
+            self.stager.free()
             self.writer.close()
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,8 +17,8 @@ from cnr_store.format.limits import MAX_USER_NESTING
 from cnr_store.format.manifest_state import is_same_tensor
 from cnr_store.format.records import DenseEntry, Manifest, Receipt
 from cnr_store.segment.codes import Array
-from cnr_store.segment.writer import SegmentWriter, check_dense_dtype
-from cnr_store.storage import object_digest
+from cnr_store.segment.packs import check_dense_dtype, tensor_digest
+from cnr_store.segment.writer import SegmentWriter
 from cnr_store.types import JsonValue
 from cnr_store.write.schema_changes import SchemaChanges
 from cnr_store.write.staged_tables import StagedTables
@@ -34,12 +35,15 @@ class StagedDocuments:
     tensors
         The names of the dense tensors of the new state, but for those of other ranks; known on rank 0, once they are
         put.
+    checks
+        Called once all is put; each raises if a dense tensor that it stands for must not be committed.
     """
 
     def __init__(self, state: WriterState) -> None:
         self._state = state
         self.scalars: dict[str, JsonValue] = {}
         self.tensors: set[str] = set()
+        self.checks: list[Callable[[], None]] = []
         self._given: dict[str, Array] = {}
         self._dtypes: dict[str, str] = {}
         self._dropped: set[str] = set()
@@ -103,25 +107,30 @@ class StagedDocuments:
         earlier = {} if before is None or before.is_empty else before.dense
         held = {name: entry for name, entry in earlier.items() if not is_rank_tensor(name)}
         kept = {} if base is None else base.dense
+        digests = self._digests()
         changed: dict[str, Array] = {}
         dtypes = dict(self._dtypes)
         self.tensors = (self._given.keys() | held.keys()) - self._dropped
         for name in sorted(self.tensors):
             old = kept.get(name)
             if name in self._given:
-                if old is None or not self._is_unchanged(name, old):
+                if old is None or not self._is_unchanged(name, old, digests[name]):
                     changed[name] = self._given[name]
             elif before is not None and (old is None or not is_same_tensor(old, held[name])):
                 changed[name] = before.read_dense(name)
                 dtypes.setdefault(name, held[name].dtype)
-        out.write_dense(changed, dtypes)
+        out.write_dense(changed, dtypes, digests)
 
-    def _is_unchanged(self, name: str, old: DenseEntry) -> bool:
+    def _digests(self) -> dict[str, str]:
+        """The digests of the tensors that were given, computed on the store's threads."""
+        found = self._state.setup.workers.run(partial(tensor_digest, tensor) for tensor in self._given.values())
+        return dict(zip(self._given, found, strict=True))
+
+    def _is_unchanged(self, name: str, old: DenseEntry, digest: str) -> bool:
         """Whether the tensor given has the bytes, dtype and shape of ``old``."""
         tensor = self._given[name]
-        if (old.shape, old.dtype) != (tensor.shape, self._dtypes.get(name, tensor.dtype.name)):
-            return False
-        return old.digest == object_digest(tensor.reshape(-1).view(np.uint8).data)
+        as_before = (old.shape, old.dtype) == (tensor.shape, self._dtypes.get(name, tensor.dtype.name))
+        return as_before and old.digest == digest
 
     def _refuse_unless_first(self, what: str) -> None:
         if self._state.setup.ranks.rank > 0:
@@ -199,5 +208,7 @@ class StagedSegment:
             base=self._state.head.record.v, l0=self.draft.l0, parts=parts,
             syncs=ranks.rank > 0,
         )  # fmt: skip
+        for check in self.documents.checks:
+            check()
         # Rank 0 commits, and only it would read its own receipt: the manifest has everything.
         return receipt, out.put_receipt(receipt) if ranks.rank > 0 else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Literal
@@ -330,14 +330,17 @@ class Transaction:
         self._check_open()
         self._staged.schemas.drop(table, self._staged.tables.written)
 
-    def put_dense(self, tensors: Mapping[str, Array], dtypes: Mapping[str, str] | None = None) -> None:
+    def put_dense(
+        self, tensors: Mapping[str, Array], dtypes: Mapping[str, str] | None = None,
+        *, check: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         """Save dense tensors; those whose bytes did not change are referenced, not written again.
 
         Tensors that are not given keep their last value, as tables do; `drop_dense` ends one. Of several ranks only
         rank 0 saves them: they are the same everywhere. But each rank saves its own under names that begin with
         ``rank/<rank>/``; one that is not given is no part of the new state, as with documents.
         ``dtypes`` names the logical dtype where numpy has none (``bfloat16`` as uint16, ``bool`` as uint8). Arrays are
-        kept until `commit`.
+        kept until `commit`, which calls ``check`` once they are put, and gives the save up with what that raises.
 
         Raises
         ------
@@ -346,6 +349,8 @@ class Transaction:
         """
         self._check_open()
         self._staged.documents.put_dense(tensors, dtypes or {})
+        if check is not None:
+            self._staged.documents.checks.append(check)
 
     def drop_dense(self, name: str) -> None:
         """Drop a dense tensor: it is absent from this version on. Raises `TableNotFound` if there is none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -57,6 +58,10 @@ class BoundedStorage(LocalStorage):
         data = super()._read(key, start, stop)
         self.largest = max(self.largest, len(data or b""))
         return data
+
+    def _read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int | None:
+        self.largest = max(self.largest, sum(map(len, buffers)))
+        return super()._read_into(key, start, buffers)
 
 
 @pytest.fixture

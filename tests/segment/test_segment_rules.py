@@ -14,8 +14,9 @@ from cnr_store.format.commit_record import encode_record
 from cnr_store.format.documents import pack
 from cnr_store.format.layout import check_name, commit_key, encode_name, segment_key, segment_prefix
 from cnr_store.format.records import ObjectEntry, Receipt
-from cnr_store.runtime.threads import Throttle, Workers
+from cnr_store.runtime.threads import Inline, Throttle, Workers
 from cnr_store.segment.decoded import Scratch
+from cnr_store.segment.packs import read_tensors
 from cnr_store.segment.reader import SegmentReader, check_record
 from cnr_store.segment.writer import SegmentWriter, merge_receipts
 
@@ -41,10 +42,11 @@ def segments(store: Store) -> tuple[SegmentReader, ...]:
 
 def test_a_tensor_whose_entry_points_to_other_bytes_is_refused(segments: tuple[SegmentReader, ...]) -> None:
     entries = segments[0].manifest.dense
-    assert segments[0].read_dense("w", entries["w"]).tolist() == [0, 1, 2, 3, 4, 5]
+    assert read_tensors(segments, {"w": entries["w"]}, Inline())["w"].tolist() == [0, 1, 2, 3, 4, 5]
 
+    wrong = msgspec.structs.replace(entries["w"], offset=entries["v"].offset)
     with pytest.raises(CorruptObject, match="another digest"):
-        segments[0].read_dense("w", msgspec.structs.replace(entries["w"], offset=entries["v"].offset))
+        read_tensors(segments, {"w": wrong}, Inline())
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 9), (1, 10), (-3, 12)])

@@ -11,7 +11,8 @@ from cnr_store.format.manifest import expand
 from cnr_store.format.records import MAJOR, ChainEntry, Manifest, Receipt, SegmentDocument
 from cnr_store.maintenance.compaction.engines import Bench, FinishedTask, Job
 from cnr_store.maintenance.compaction.tasks import CompactionTask, check_pieces, check_states
-from cnr_store.runtime.threads import Workers
+from cnr_store.runtime.threads import Inline, Workers
+from cnr_store.segment.packs import read_tensors
 from cnr_store.segment.reader import read_receipt
 from cnr_store.segment.writer import merge_receipts, write_manifest
 from cnr_store.storage import Storage, read_verified
@@ -31,7 +32,7 @@ def write_rest(job: Job, index: int, bench: Bench) -> FinishedTask:
     holders, last = {reader.name: reader for reader in readers}, readers[-1].manifest
     out = bench.writer(job, index)
     held = {name: entry for name, entry in sorted(last.dense.items()) if entry.segment in holders}
-    tensors = {name: holders[entry.segment].read_dense(name, entry) for name, entry in held.items()}
+    tensors = read_tensors(readers, held, Inline())
     out.write_dense(tensors, {name: entry.dtype for name, entry in held.items()})
     for name, entry in sorted(last.documents.items()):
         if entry.segment in holders:

@@ -7,7 +7,7 @@ first round has saved when it ends, without closing anything, the second one res
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from cnr_store import Store
 from cnr_store.errors import StorageFailure
+from cnr_store.storage.base import Buffer
 from cnr_store.storage.local import LocalStorage
 from tests.training.runs import assert_same
 
@@ -90,7 +91,14 @@ class WatchedStorage(LocalStorage):
         self.reads[key] = self.reads.get(key, 0) + len(data or b"")
         return data
 
-    def _put(self, key: str, data: bytes | memoryview) -> None:
+    def _read_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> int | None:
+        if self.unreadable is not None and self.unreadable in key:
+            raise StorageFailure(f"{key}: the disk is gone")
+        found = super()._read_into(key, start, buffers)
+        self.reads[key] = self.reads.get(key, 0) + (found or 0)
+        return found
+
+    def _put(self, key: str, data: Sequence[Buffer]) -> None:
         assert self.may_put.wait(60), "nobody let it go on"
         if self.fails:
             raise OSError("the disk is gone")
