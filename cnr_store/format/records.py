@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, NoReturn
 
 import msgspec
 from msgspec import Meta
@@ -211,6 +211,15 @@ class TableSchema(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     shift: Shift = 0
     fill: Float32 = 0.0
     slots: Annotated[dict[Name, SlotSchema], Meta(max_length=MAX_SLOTS)] = {}
+
+    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say where the rows are: ``snapshot.tables[name].read_rows`` is an easy mistake."""
+            raise AttributeError(
+                f"TableSchema has no attribute {name!r}: it describes a table; snapshot.table(name) reads its rows",
+                name=name, obj=self,
+            )  # fmt: skip
 
 
 class Shards(msgspec.Struct, frozen=True, kw_only=True):

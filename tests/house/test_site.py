@@ -10,7 +10,9 @@ from pathlib import Path
 
 import cnr_store
 import cnr_store.training
+from tests.support.pages import DOCS, python_blocks
 
+EXAMPLE_COLUMNS = 88  # what a laptop's window shows beside the site's menus (docs/site.css)
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -33,3 +35,15 @@ def test_the_site_is_built_and_has_every_public_name(tmp_path: Path) -> None:
         url for page in pages for url in re.findall(r'(?:src|href)="(https?://[^"]+\.(?:js|css))"', page.read_text())
     }
     assert loaded == set()
+
+
+def test_no_example_scrolls_sideways() -> None:
+    wide = [
+        f"{page.name}: {line}"
+        for page in sorted(DOCS.glob("*.md"))
+        for block in python_blocks(page)
+        for line in block.splitlines()
+        if len(line) > EXAMPLE_COLUMNS
+    ]
+
+    assert wide == []

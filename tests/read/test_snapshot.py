@@ -137,6 +137,16 @@ def test_reads_equal_slices_of_the_training_values_by_any_window(
         assert same_bits(view.read_rows(rows, slot=name), expected[name][rows])
 
 
+def test_a_schema_that_is_asked_for_rows_names_the_table_that_reads_them(
+    worlds: dict[str, tuple[Store, TableModel]],
+) -> None:
+    store, _ = worlds["lattice"]
+    schema: Any = store.snapshot().tables["t"]
+
+    with pytest.raises(AttributeError, match=r"'read_rows'.*snapshot\.table\(name\)"):
+        schema.read_rows([0])
+
+
 def test_reads_refuse_what_does_not_fit(worlds: dict[str, tuple[Store, TableModel]]) -> None:
     view = worlds["lattice"][0].snapshot().table("t")
     refused: list[tuple[type[Exception], Any]] = [

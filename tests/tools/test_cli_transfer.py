@@ -468,12 +468,15 @@ def test_a_copy_reports_what_it_made_and_that_it_is_complete(store: Store, tmp_p
 
     first = cnr("copy", store.url, tmp_path / "copy", "--all")
     again = cnr("copy", store.url, tmp_path / "copy", "--all", "--json")
+    printed = cnr("copy", store.url, tmp_path / "copy", "--all")
     refused = cnr("copy", store.url, tmp_path / "copy", "--tag", "good")
 
     copy = Store.open(str(tmp_path / "copy"))
     assert [outcome.code for outcome in (first, again, refused)] == [0, 0, 5]
-    assert f"made store {copy.uuid} of version {store.latest_version()}" in first.out
+    made, source = f"made store {copy.uuid}: its version {copy.latest_version()}", store.latest_version()
+    assert f"{made} has the state of the source's version {source}, " in first.out
     assert (again.document["version"], again.document["objects"]) == (copy.latest_version(), 0)
+    assert f"store {copy.uuid} was complete already: it is a copy of the source's version {source}" in printed.out
     assert "has a copy of all versions" in refused.err
     assert bytes_of(copy.snapshot(tag="good")) == before
 
@@ -486,7 +489,7 @@ def test_promote_makes_a_store_of_a_relay_whose_source_is_lost(store: Store, tmp
 
     done = cnr("promote", tmp_path / "near", tmp_path / "new")
 
-    assert f"of version {newest}" in done.out
+    assert f"the source's version {newest}" in done.out
     assert f"newest state is step {step}" in done.out
     assert str(source) in done.out
     with Store.open(str(tmp_path / "new")) as promoted, promoted.writer():

@@ -120,7 +120,8 @@ def compact(
         "bytes_in": sum(report.bytes_in for report in reports if report.outcome == "committed"),
         "bytes_out": sum(report.bytes_out for report in reports),
     }  # fmt: skip
-    emit(document, (f"{place_text(document)}: {compaction_text(report)}" for report in reports), as_json=json)
+    shown = [report for report in reports if report.outcome != "nothing"] or reports
+    emit(document, (f"{place_text(document)}: {compaction_text(report)}" for report in shown), as_json=json)
     if last == "busy":
         raise typer.Exit(ExitCode.CONFLICT)
     if last != "nothing" and not (dry_run and last == "planned"):

@@ -59,7 +59,8 @@ def log(
 
 def _note(item: Document) -> str:
     """Return the names that a record gives and that its version has now, and the message and metrics of its save."""
-    about = " -> ".join(str(item[key]) for key in ("name", "target") if item[key] is not None)
+    target = None if item["target"] is None else f"-> {item['target']}"
+    about = " ".join(part for part in (item["name"], target) if part)
     names = [about] * bool(about) + item["tags"] + item["channels"]
     if len(names) > MAX_NAMES:
         names[MAX_NAMES:] = [f"{len(names) - MAX_NAMES} more: `cnr tags`, `cnr channels`"]

@@ -259,11 +259,15 @@ def promote(
 
 
 def _copy_text(report: StoreCopyReport) -> str:
-    about = f"made store {report.store_uuid} of version {report.source_version}; its newest version is {report.version}"
+    source = f"the source's version {report.source_version}"
     if not report.states:
-        return f"{about}; it was complete already"
+        return (
+            f"store {report.store_uuid} was complete already: it is a copy of {source}; its newest version is "
+            f"{report.version} now"
+        )
     parts = [
-        about, count_text(report.states, "state"), count_text(report.segments, "segment"),
+        f"made store {report.store_uuid}: its version {report.version} has the state of {source}",
+        count_text(report.states, "state"), count_text(report.segments, "segment"),
         count_text(report.objects, "object"), size_text(report.size_bytes),
     ]  # fmt: skip
     if report.reused_objects:
