@@ -28,6 +28,7 @@ from cnr_store.segment import groups
 from cnr_store.segment.codes import TableCodes
 from cnr_store.segment.shards import Shard
 from format_spec.reader import cnr_read
+from tests.support.ranks import ThreadRank, on_ranks
 
 CHUNK_BYTES = 256
 """Instead of 8 MiB, so that small tables have several chunks."""
@@ -498,6 +499,83 @@ def shards_case(folder):
     golden.close()
 
 
+class InTurn(ThreadRank):
+    """A rank that goes on after an exchange when rank 0 waits in the next one, so that names are given in one order."""
+
+    def exchange(self, message):
+        found = super().exchange(message)
+        line = self._line
+        with line.lock:
+            line.lock.wait_for(lambda: self.rank == 0 or line.has_left or 0 in line.messages.get(self._round, ()))
+        return found
+
+
+def keys_case(folder):
+    """Two ranks write a hashed table: differences by key, evictions, re-admissions; one rank goes on with all keys."""
+    golden, random, scale = Golden(folder), np.random.default_rng(31), 0.125
+    options = TableOptions(scale=scale, nonfinite="escape", slot_bits="exact")
+    held: dict[int, tuple[np.ndarray, np.float32]] = {}
+
+    def state():
+        keys = np.asarray(sorted(held), np.int64)
+        values = np.stack([held[int(key)][0] for key in keys])
+        return {"h": {"keys": keys, "values": values, "score": np.asarray([held[int(key)][1] for key in keys])}}
+
+    def write(writer, step, rows, gone=(), kind="delta"):
+        """One rank's share of a save: ``rows`` by key."""
+        with writer.begin(step, kind) as txn:
+            if "h" not in txn.tables:
+                txn.create_table("h", dim=3, options=options, slots={"score": "row"})
+            keys = np.asarray(sorted(rows), np.int64)
+            keys = keys[writer.keys.holds(keys)]
+            values = np.asarray([rows[int(key)][0] for key in keys], np.float32).reshape(-1, 3)
+            scores = np.asarray([rows[int(key)][1] for key in keys], np.float32)
+            txn.write_rows("h", keys, values, slots={"score": scores})
+            gone = np.asarray(sorted(gone), np.int64)
+            if len(gone) and kind == "delta":
+                txn.delete_rows("h", gone[writer.keys.holds(gone)])
+            return txn.commit()
+
+    def row():
+        return random.normal(size=3).astype(np.float32), np.float32(random.integers(1, 100))
+
+    def stored(rows):
+        found = {}
+        for key, (values, score) in rows.items():
+            found[key] = (lattice(values, scale) if np.isfinite(values).all() else values, score)
+        return found
+
+    first = {key: row() for key in (-(2**63), -7, -2, 0, 1, 2, 9, 40, 2**63 - 1)}
+    moved = {key: (first[key][0] + np.float32(0.25) * row()[0], first[key][1] + 1) for key in (-7, 0, 2, 9, 40)}
+    moved[1] = (np.asarray([0.5, np.nan, 1.0], np.float32), np.float32(3))
+    again = {key: row() for key in (3, 5)}
+    last = {-2: row(), 1: row(), 9: row(), 2**63 - 1: row()}
+    saves = [(first, ()), (moved | again, (-2, -(2**63))), (last, (0, 3))]
+
+    def rank_of(rank):
+        mine = InTurn(rank.rank, rank._line)
+        with golden.store.writer(run_id="golden", ranks=mine, shards={}) as writer:
+            versions = [write(writer, step, rows, gone) for step, (rows, gone) in enumerate(saves)]
+        ThreadRank.exchange(mine, b"")  # which the other one waits for
+        return versions
+
+    golden.writer.close()
+    versions = on_ranks(2, rank_of)[0]
+    for version, (rows, gone) in zip(versions, saves, strict=True):
+        for key in gone:
+            held.pop(key, None)
+        held.update(stored(rows))
+        golden.expect(version, state())
+    with golden.store.writer(run_id="golden") as writer:
+        writer.restore()
+        rows = {key: (held[key][0] + np.float32(0.125), held[key][1] + 1) for key in (-7, 5, 9)}
+        version = write(writer, 3, rows, (2,))
+    del held[2]
+    held.update(stored(rows))
+    golden.expect(version, state())
+    golden.close()
+
+
 CASES = {
     "lattice": lattice_case,
     "affine": affine_case,
@@ -509,6 +587,7 @@ CASES = {
     "digits": digits_case,
     "row_order": row_order_case,
     "shards": shards_case,
+    "keys": keys_case,
 }
 
 

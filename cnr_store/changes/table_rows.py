@@ -16,9 +16,9 @@ from cnr_store.changes.arrow import RowBlock
 from cnr_store.encodings.widths import carrier
 from cnr_store.read.changed_rows import ALL_ROWS, Window
 from cnr_store.read.plan import SegmentSteps, TablePlan, plan_table
-from cnr_store.read.replay import matching, replay_hashed
+from cnr_store.read.replay import matching
 from cnr_store.read.snapshot import Snapshot
-from cnr_store.read.table_reader import read_range, read_rows
+from cnr_store.read.table_reader import read_keyed, read_range, read_rows
 from cnr_store.segment.codes import Array, array_specs
 from cnr_store.types import RowIds, SlotsRule
 
@@ -89,10 +89,12 @@ class TableRows:
             return RowBlock(np.arange(start, stop, dtype=np.int64), self._read_range(start, stop))
         plan = self._plan()
         steps_in = replace(plan, batches=_clipped(plan, window))
-        keys, arrays = replay_hashed(self._snapshot.readers, steps_in, self._names, self._snapshot.workers)
-        low = int(np.searchsorted(keys, window[0], side="left"))
-        high = int(np.searchsorted(keys, window[1], side="right"))
-        return RowBlock(keys[low:high], {name: array[low:high] for name, array in arrays.items()})
+        snapshot = self._snapshot
+        keys, arrays = read_keyed(
+            snapshot.readers, steps_in, self._names, snapshot.workers,
+            holds=lambda keys: (keys >= window[0]) & (keys <= window[1]),
+        )  # fmt: skip
+        return RowBlock(keys, arrays)
 
     def read(self, rows: RowIds, *, since: int = 0) -> RowBlock:
         """Return the given rows (sorted, unique), with those marked that the table does not have.
@@ -126,7 +128,7 @@ class TableRows:
         is_present = np.zeros(len(rows), np.bool_)
         plan = _since(plan_table(self._snapshot.manifests, self.table, rows=rows), since)
         readers, workers = self._snapshot.lookup_readers, self._snapshot.workers
-        keys, found = replay_hashed(readers, plan, self._names, workers, rows)
+        keys, found = read_keyed(readers, plan, self._names, workers, rows)
         at, places = matching(rows, keys)
         is_present[at] = True
         for name, array in found.items():

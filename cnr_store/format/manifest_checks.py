@@ -221,8 +221,8 @@ def part_problems(part: PartEntry, schema: TableSchema, form: int, fitting: Fitt
     start, stop = part.columns
     if not start < stop <= schema.dim:
         yield f"part {part} has columns {part.columns} of {schema.dim}"
-    if schema.keys == "hashed" and (part.columns != (0, schema.dim) or part.rows != (0, 0) or part.add is not None):
-        yield f"part {part} of a hashed table has rows {part.rows}, columns {part.columns}, or differences"
+    if schema.keys == "hashed" and (part.columns != (0, schema.dim) or part.rows != (0, 0)):
+        yield f"part {part} of a hashed table has rows {part.rows} and columns {part.columns}"
     if not part.rows[0] <= part.rows[1] <= (schema.num_rows if schema.keys == "dense" else 0):
         yield f"part {part} has rows {part.rows} of {schema.num_rows}"
     for operation in OPERATIONS:

@@ -217,6 +217,11 @@ def clip(plan: TablePlan, start: int, stop: int) -> TablePlan:
     return replace(plan, start=start, stop=stop, batches=batches)
 
 
+def holding(plan: TablePlan, rows: RowIds) -> TablePlan:
+    """Return the plan of the chunks that may hold one of ``rows`` (sorted). Pure."""
+    return replace(plan, batches=_filtered(plan, lambda step: _may_hold(step, rows)))
+
+
 def check_row_slots(plan: TablePlan, names: Iterable[str], rule: SlotsRule) -> list[str]:
     """Return those of the arrays ``names`` that are read under ``rule``. Pure.
 

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.encodings import affine, digest, packing, row_kernels
-from cnr_store.encodings.widths import carrier
 from cnr_store.errors import CorruptStore
 from cnr_store.format.records import ArrayEntry, Manifest, RowListEntry
 from cnr_store.read.plan import SegmentSteps, Step, TablePlan, by_columns
@@ -32,11 +31,13 @@ from cnr_store.segment.codes import (
     Array,
     ArraySpec,
     TableCodes,
-    array_specs,
     decode_block,
 )
 from cnr_store.segment.decoded import Scratch
 from cnr_store.types import Affine, RowIds
+
+Holds = Callable[[RowIds], npt.NDArray[np.bool_]]
+"""Returns which of sorted row ids are meant."""
 
 _MERGED_KEYS = 1 << 20
 CUT_ROWS = 16_384
@@ -313,8 +314,10 @@ class _RowTarget:
             self.codes.escapes.put(rows + self.codes.start, values)
 
 
-def named_rows(readers: Sequence[ChunkReader], plan: TablePlan) -> RowIds:
+def named_rows(readers: Sequence[ChunkReader], plan: TablePlan, holds: Holds | None = None) -> RowIds:
     """Return the keys, or rows of the plan's range, that its chunks have: sorted, unique. Reads row ids alone; blocks.
+
+    ``holds``: which of sorted row ids are meant, if not all. Memory: 8 bytes for each row that is returned.
 
     Raises
     ------
@@ -328,8 +331,8 @@ def named_rows(readers: Sequence[ChunkReader], plan: TablePlan) -> RowIds:
         rows = readers[step.segment].read_rows(step.row_list, step.chunk, scratch)
         if plan.schema.keys == "dense":
             rows = rows[slice(*np.searchsorted(rows, [plan.start, plan.stop]))]
-        pending.append(rows.copy())
-        count += len(rows)
+        pending.append(rows.copy() if holds is None else rows[holds(rows)])
+        count += len(pending[-1])
         if count > max(_MERGED_KEYS, len(known)):
             known, pending, count = np.unique(np.concatenate([known, *pending])), [], 0
     return np.unique(np.concatenate([known, *pending]))
@@ -408,62 +411,3 @@ def finish(codes: TableCodes, outputs: Mapping[str, Array], workers: Workers, *,
     for name, output in outputs.items():
         codes.overlay(name, output)
     return digest.add_digests(*totals, escaped)
-
-
-def replay_hashed(
-    readers: Sequence[ChunkReader],
-    plan: TablePlan,
-    names: Sequence[str],
-    workers: Workers,
-    wanted: RowIds | None = None,
-    holds: Callable[[RowIds], npt.NDArray[np.bool_]] | None = None,
-) -> tuple[RowIds, dict[str, Array]]:
-    """Return the sorted keys and the values of a hashed table: the newest set of each key that no delete follows.
-
-    Of the keys ``wanted`` (sorted, unique) alone if they are given, or of those that ``holds`` returns True for.
-    Memory: all rows asked for of the chain's segments at once, before the newest are chosen.
-    """
-    engine = Replay(readers, workers)
-    specs = array_specs(plan.schema)
-    keys: list[RowIds] = []
-    alive: list[npt.NDArray[np.bool_]] = []
-    values: dict[str, list[Array]] = {name: [] for name in names}
-
-    def read(step: Step) -> tuple[RowIds, dict[str, Array]]:
-        reader = readers[step.segment]
-        rows = reader.read_rows(step.row_list, step.chunk, Scratch())
-        chosen: Any = slice(None) if wanted is None else matching(wanted, rows)[1]
-        if holds is not None:
-            chosen = holds(rows)
-        rows = rows[chosen].copy()
-        floats: dict[str, Array] = {}
-        for name in names:
-            spec = specs[name]
-            out = np.zeros((len(rows), spec.width), carrier(spec.dtype))
-            if len(rows) == 0:
-                pass
-            elif step.operation == "set":
-                decode_block(spec, np.ascontiguousarray(engine.values(step, plan, spec)[chosen]), out)
-            elif step.operation == "escape":
-                out[...] = engine.values(step, plan, spec)[chosen]
-            floats[name] = out
-        return rows, floats
-
-    for batch in plan.batches:
-        found = workers.run(partial(read, step) for step in batch.steps)
-        together = np.sort(np.concatenate([np.empty(0, np.int64), *(rows for rows, _ in found)]))
-        twice = np.flatnonzero(together[1:] == together[:-1])
-        if len(twice):
-            raise _in_two_lists(batch.steps[0], int(together[twice[0]]))
-        for step, (rows, floats) in zip(batch.steps, found, strict=True):
-            keys.append(rows)
-            alive.append(np.full(len(rows), step.operation != "delete"))
-            for name in names:
-                values[name].append(floats[name])
-    if not keys:
-        return np.empty(0, np.int64), {n: np.empty((0, specs[n].width), carrier(specs[n].dtype)) for n in names}
-    newest_first = np.concatenate(keys)[::-1]
-    unique, first = np.unique(newest_first, return_index=True)
-    at = len(newest_first) - 1 - first
-    keep = np.concatenate(alive)[at]
-    return unique[keep], {name: np.concatenate(values[name])[at[keep]] for name in names}

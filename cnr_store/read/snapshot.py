@@ -23,8 +23,8 @@ from cnr_store.format.records import (
 )
 from cnr_store.read.changed_rows import rows_since
 from cnr_store.read.plan import UNCONFIRMED_BYTES, TablePlan, check_stored, plan_table
-from cnr_store.read.replay import ChunkReader, matching, replay_hashed
-from cnr_store.read.table_reader import read_mirror, read_range, read_rows
+from cnr_store.read.replay import ChunkReader, matching
+from cnr_store.read.table_reader import read_keyed, read_mirror, read_range, read_rows
 from cnr_store.runtime.notebook import html_table
 from cnr_store.runtime.threads import Inline, Workers
 from cnr_store.segment.chunk_cache import ChunkCache
@@ -460,7 +460,7 @@ class TableView:
         """Return the values of the keys (sorted, unique) of a hashed table, and which of them it does not have."""
         plan = self._snapshot.plan(self.name, rows=unique)
         readers, workers = self._snapshot.lookup_readers, self._snapshot.workers
-        keys, arrays = replay_hashed(readers, plan, [name], workers, unique)
+        keys, arrays = read_keyed(readers, plan, [name], workers, unique)
         spec = self._specs[name]
         values = np.full((len(unique), spec.width), fill_value(spec), carrier(spec.dtype))
         at, found = matching(unique, keys)
@@ -476,14 +476,14 @@ class TableView:
     def read_all(self, *, slots: bool = False, share: KeyShare | None = None) -> tuple[RowIds, dict[str, Array]]:
         """Return a hashed table: its sorted keys, and ``values`` plus each slot by name.
 
-        ``share``: only the keys of one rank (`Writer.keys`). Memory: the chain's rows of what is asked for.
+        ``share``: only the keys of one rank (`Writer.keys`). Memory: the rows asked for, twice.
         """
         if self.schema.keys != "hashed":
             raise BadInput(f"table {self.name!r} has dense rows; use read()", table=self.name)
         names = list(self._specs) if slots else ["codes"]
         holds = None if share is None else share.holds
         plan, workers = self._plan(0, None), self._snapshot.workers
-        keys, arrays = replay_hashed(self._snapshot.readers, plan, names, workers, holds=holds)
+        keys, arrays = read_keyed(self._snapshot.readers, plan, names, workers, holds=holds)
         renamed = {
             "values" if n == "codes" else n.removeprefix("slots/"): self._shaped(n, a) for n, a in arrays.items()
         }

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.encodings.digest import add_digests
-from cnr_store.encodings.widths import from_float32, to_float32
+from cnr_store.encodings.widths import carrier, from_float32, to_float32
 from cnr_store.read.direct_load import is_direct, load_directly
 from cnr_store.read.plan import Columns, TablePlan, by_columns, check_digest, check_row_slots, clip, expected_digest
 from cnr_store.read.prefetch import prefetching
-from cnr_store.read.replay import ChunkReader, finish, replay
+from cnr_store.read.replay import ChunkReader, Holds, finish, named_rows, replay
 from cnr_store.runtime.threads import Workers, blocks
-from cnr_store.segment.codes import CODED, Allocate, Array, ArraySpec, TableCodes, array_specs
+from cnr_store.segment.codes import ABSENT, CODED, Allocate, Array, ArraySpec, TableCodes, array_specs
 from cnr_store.segment.decoded import Scratch
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.types import RowIds, SlotsRule
@@ -129,6 +129,52 @@ def read_rows(
     """Read ``rows`` (sorted, unique) into ``outputs`` (len(rows), width); only chunks that hold one are read."""
     wanted = {name: outputs[name] for name in check_row_slots(plan, outputs, slots_rule)}
     _read_intervals(readers, plan, wanted, workers, rows=rows)
+
+
+def read_keyed(
+    readers: Sequence[ChunkReader],
+    plan: TablePlan,
+    names: Sequence[str],
+    workers: Workers,
+    wanted: RowIds | None = None,
+    holds: Holds | None = None,
+) -> tuple[RowIds, dict[str, Array]]:
+    """Return the keys that a hashed table has, sorted, and their values in the arrays ``names``. Blocks.
+
+    Of the keys ``wanted`` (sorted, unique) alone if they are given, or of those that ``holds`` returns True for.
+    Memory: the values of what is returned, twice, and those of deleted keys.
+
+    Raises
+    ------
+    CorruptStore, CorruptObject, MissingObject
+    """
+    specs = array_specs(plan.schema)
+    keys, codes = replay_keyed(readers, plan, names, workers, wanted, holds)
+    floats = {
+        name: held.view(carrier(specs[name].dtype))
+        if held.itemsize == carrier(specs[name].dtype).itemsize
+        else np.empty(held.shape, carrier(specs[name].dtype))
+        for name, held in codes.arrays.items()
+    }
+    finish(codes, floats, workers, with_digest=False)
+    there = np.flatnonzero(codes.track_status(CODED) != ABSENT)
+    return keys[there], {name: array[there] for name, array in floats.items()}
+
+
+def replay_keyed(
+    readers: Sequence[ChunkReader], plan: TablePlan, names: Sequence[str], workers: Workers,
+    wanted: RowIds | None = None, holds: Holds | None = None, *, mirror_in: Allocate | None = None,
+) -> tuple[RowIds, TableCodes]:  # fmt: skip
+    """Return the keys that the chain of a hashed table names, sorted, and their codes: deleted ones are absent. Blocks.
+
+    Parameters are those of `read_keyed`. ``mirror_in``: memory for codes as narrow as a mirror's.
+    """
+    keys = named_rows(readers, plan, holds) if wanted is None else wanted
+    codes = TableCodes.allocate(
+        plan.schema, 0, len(keys), names=tuple(names), mirror=mirror_in is not None, allocate=mirror_in or np.zeros
+    )  # fmt: skip
+    replay(readers, plan, codes, workers, keys)
+    return keys, codes
 
 
 def read_codes(

@@ -158,7 +158,7 @@ def _specs_of(key: bytes, columns: tuple[int, int]) -> ArraySpecs:
     encoding = schema.encoding
     if isinstance(encoding, Lattice):
         encoding = Lattice(scale=encoding.scale * scale_shift)
-    additive = isinstance(encoding, Lattice | FloatBits) and schema.keys == "dense"
+    additive = isinstance(encoding, Lattice | FloatBits)
     specs = ArraySpecs(codes=ArraySpec("codes", encoding, schema.dtype, width, False, additive, schema.fill, columns))
     for name, slot in schema.slots.items():
         vector = slot.kind == "row"

@@ -55,6 +55,9 @@ class TouchedTable(msgspec.Struct, frozen=True, eq=False, gc=False):
         Digest of that state.
     on_bad_rows
         Rows with NaN, Inf or codes beyond the range: raise, or keep them as exact rows.
+    places
+        Where the mirror has the codes of the rows, if not by row id; -1 for rows that it has none of. Then there is no
+        digest.
     """
 
     table: str
@@ -64,11 +67,26 @@ class TouchedTable(msgspec.Struct, frozen=True, eq=False, gc=False):
     values: Mapping[str, Array]
     base_digest: int | None
     on_bad_rows: OnBadRows
+    places: RowIds | None = None
+
+    @property
+    def mirrored(self) -> RowIds:
+        """What the mirror is asked for by: ``places`` or row ids."""
+        return self.row_ids if self.places is None else self.places
+
+    def is_coded(self) -> npt.NDArray[np.bool_]:
+        """Return which rows have codes that a difference can be taken to."""
+        if self.mirror is None:
+            return np.zeros(len(self.row_ids), np.bool_)
+        if self.places is None:
+            return self.mirror.is_coded(self.row_ids)
+        return self.places >= 0
 
     def take(self, chosen: npt.NDArray[np.bool_]) -> TouchedTable:
         """Return the chosen rows (copied)."""
         values = {name: array[chosen] for name, array in self.values.items()}
-        return msgspec.structs.replace(self, row_ids=self.row_ids[chosen], values=values)
+        places = None if self.places is None else self.places[chosen]
+        return msgspec.structs.replace(self, row_ids=self.row_ids[chosen], values=values, places=places)
 
 
 _BAD = kernels.BAD_ROW
@@ -161,23 +179,22 @@ def encode_alone(touched: TouchedTable, *, absolute: bool, workers: Workers) -> 
 def _encode(encoded: EncodedRows, touched: TouchedTable, absolute: bool, workers: Workers) -> EncodedRows:
     """Add lists of rows that can all be encoded, and the digest that all lists lead to."""
     specs, lists, mirror = encoded.specs, encoded.lists, touched.mirror
-    change = _leaving(mirror, lists["escape"].row_ids) if "escape" in lists and mirror is not None else 0
-    coded = np.zeros(len(touched.row_ids), np.bool_)
-    if mirror is not None and not absolute:
-        coded = mirror.is_coded(touched.row_ids)
+    digested = mirror if touched.base_digest is not None else None
+    change = _leaving(digested, lists["escape"].row_ids) if "escape" in lists and digested is not None else 0
+    coded = np.zeros(len(touched.row_ids), np.bool_) if absolute else touched.is_coded()
     if coded.any() and mirror is not None:
         change += _encode_add(encoded, mirror, touched if coded.all() else touched.take(coded), workers)
     if not coded.all():
         rest = touched.take(~coded) if coded.any() else touched
-        if mirror is not None:
-            change += _leaving(mirror, rest.row_ids)
+        if digested is not None:
+            change += _leaving(digested, rest.row_ids)
         arrays: dict[str, Array] = {}
         for name, spec in specs.items():
             arrays |= encode_absolute(spec, rest.values[name], workers)
         lists["set"] = EncodedList(rest.row_ids, arrays)
-        if mirror is not None:
+        if digested is not None:
             change += _arriving(specs, lists["set"])
-    if mirror is not None and touched.base_digest is not None:
+    if touched.base_digest is not None and digested is not None:
         if "escape" in lists:
             change += _escaped(specs, lists["escape"])
         encoded.digest = digest.add_digests(touched.base_digest, change)
@@ -240,7 +257,7 @@ def _differences(
 
     def encode(out: Array, start: int, stop: int) -> tuple[int, int]:
         block = np.ascontiguousarray(values[start:stop])
-        rows = touched.row_ids[start:stop]
+        rows = touched.mirrored[start:stop]
         if isinstance(spec.encoding, Lattice):
             is_coded = holds_codes(spec, block)
             floats, scale = (block, np.float32(1)) if is_coded else (widths.to_float32(block, spec.dtype), spec.scale)

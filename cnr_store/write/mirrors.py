@@ -1,6 +1,6 @@
 """The code mirrors of a writer: one `TableCodes` per shard that it holds, in memory, in files, or not at all.
 
-`apply_rows` moves them to what a save wrote, once its commit has won.
+Those of hashed keys are a `KeyedMirror` each. `apply_rows` moves them to what a save wrote, once its commit has won.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from cnr_store.runtime.local_files import failing_at, reserve
 from cnr_store.runtime.threads import Workers, blocks
 from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, TASK_ROWS, Allocate, Array, TableCodes
 from cnr_store.segment.shards import Shard
-from cnr_store.types import MAX_CODE, Lattice
+from cnr_store.types import MAX_CODE, Lattice, RowIds
 from cnr_store.write.delta_rows import EncodedRows
 from cnr_store.write.encode import ENCODE_ROWS, EncodedList, put_escapes
+from cnr_store.write.keyed_mirrors import KeyedMirror, mirrored_arrays
 from cnr_store.write.table_options import TableOptions
 
 MirrorMode = Literal["memory", "mmap", "none"]
-"""``memory``: 2 bytes per element (4 in exact mode). ``mmap``: the same in files. ``none``: deltas are ``set`` rows."""
+"""``memory``: 2 bytes per element (4 in exact mode), of hashed keys more (`KeyedMirror`). ``mmap``: the same in files.
+``none``: deltas are ``set`` rows."""
 
 HeldMirrors = Mapping[Shard, tuple[TableCodes, int | None]]
 """Mirrors with their digests, by shard."""
@@ -57,6 +59,7 @@ class Mirrors:
         self._codes: dict[Shard, TableCodes] = {}
         self._digests: dict[Shard, int | None] = {}
         self._staged: dict[Shard, tuple[TableCodes, int]] = {}
+        self._keyed: dict[Shard, KeyedMirror] = {}
 
     def __contains__(self, shard: Shard) -> bool:
         return shard in self._codes
@@ -65,7 +68,8 @@ class Mirrors:
     def nbytes(self) -> int:
         """Bytes of all mirrors."""
         # A copy: the thread that saves may add a table while another one asks.
-        return sum(codes.nbytes for codes in list(self._codes.values()))
+        dense, keyed = list(self._codes.values()), list(self._keyed.values())
+        return sum(one.nbytes for one in dense) + sum(one.nbytes for one in keyed)
 
     def get(self, shard: Shard) -> TableCodes | None:
         """Return a shard's mirror as the open transaction sees it: with a staged resize, if there is one."""
@@ -97,6 +101,28 @@ class Mirrors:
         """Set a shard's mirror and digest."""
         self._codes[shard] = codes
         self._digests[shard] = digest
+
+    def keyed(self, shard: Shard) -> KeyedMirror | None:
+        """Return the mirror of a table of hashed keys; None if no key of it is here."""
+        return self._keyed.get(shard)
+
+    def put_keyed(self, shard: Shard, keys: RowIds, codes: TableCodes) -> None:
+        """Set the mirror of a table of hashed keys: row i of ``codes`` is that of ``keys[i]``."""
+        self._keyed[shard] = KeyedMirror(codes, keys)
+
+    def move_keyed(
+        self, shard: Shard, schema: TableSchema, changes: Sequence[EncodedRows], workers: Workers, *, anew: bool
+    ) -> None:
+        """Move the mirror of a table of hashed keys to encoded rows, after the commit won; ``anew``: they are all."""
+        if anew:
+            self._keyed.pop(shard, None)
+        if self.mode == "none" or not mirrored_arrays(schema):
+            return
+        mirror = self._keyed.get(shard)
+        if mirror is None:
+            mirror = self._keyed[shard] = KeyedMirror.empty(schema, self.allocator())
+        for moved in mirror.move(changes, self.allocator()):
+            apply_alone(moved, mirror.codes, workers)
 
     def allocator(self) -> Allocate:
         """Return a function that allocates zeroed memory for a mirror; files reserve their space on the disk.
@@ -206,7 +232,7 @@ class Mirrors:
     def keep_only(self, tables: Iterable[str]) -> None:
         """Drop the mirrors of tables that no longer exist."""
         wanted = set(tables)
-        for shard in [shard for shard in self._codes if shard.table not in wanted]:
+        for shard in [shard for shard in (*self._codes, *self._keyed) if shard.table not in wanted]:
             self.forget(shard)
         for table in self.options.keys() - wanted:
             del self.options[table]
@@ -215,6 +241,7 @@ class Mirrors:
         """Drop a shard's mirror: its new encoding has none."""
         self._codes.pop(shard, None)
         self._digests.pop(shard, None)
+        self._keyed.pop(shard, None)
 
     def clear(self) -> None:
         """Free everything."""
@@ -222,6 +249,7 @@ class Mirrors:
         self._codes.clear()
         self._digests.clear()
         self._staged.clear()
+        self._keyed.clear()
         if self._scratch is not None:
             self._scratch.cleanup()
             self._scratch = None

@@ -206,7 +206,8 @@ class SchemaChanges:
         choice = choose_table_scale(chosen, dtype, sampled)  # type: ignore[arg-type]
         schema = table_schema(
             table, chosen, num_rows=0, dim=dim, dtype=dtype, sample=sampled, slots=kinds, keys="hashed",  # type: ignore[arg-type]
-            generation=self._next_generation(table), has_mirror=False, choice=choice,
+            generation=self._next_generation(table), has_mirror=self._state.mirrors.mode != "none",
+            choice=choice,
         )  # fmt: skip
         return Proposal(schema, rows.size, options_text(chosen), choice)
 

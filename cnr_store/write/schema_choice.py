@@ -102,7 +102,7 @@ def table_schema(
             f"table {table!r} has {dim} columns, at most {MAX_DIM} are stored", table=table, expected=MAX_DIM, found=dim
         )
     encoding = choose_encoding(options, dtype, sample, choice)
-    additive = has_mirror and keys == "dense" and isinstance(encoding, Lattice | FloatBits)
+    additive = has_mirror and isinstance(encoding, Lattice | FloatBits)
     return TableSchema(
         num_rows=num_rows if keys == "dense" else 0,
         dim=dim,

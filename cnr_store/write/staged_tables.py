@@ -28,6 +28,7 @@ from cnr_store.write.delta_rows import (
     options_on_bad_rows,
 )
 from cnr_store.write.encode import EncodedList, RowUpdate, check_arrays, own_row_ids, refused_rows
+from cnr_store.write.keyed_mirrors import KeyedMirror
 from cnr_store.write.mirrors import Mirrors, apply_rows
 from cnr_store.write.schema_changes import SchemaChanges
 from cnr_store.write.schema_choice import checked_size, table_dtype
@@ -251,13 +252,16 @@ class StagedTables:
             if schema.keys == "hashed":
                 mine.keys.check(update.table, rows)
             mirror, base = self._mirror(shard)
+            keyed = self._keyed(shard)
+            at = None if keyed is None else keyed.places(rows)
+            mirror = mirror if keyed is None else keyed.codes
             specs = array_specs(schema, place.columns) if mirror is None else mirror.specs_in(schema)
             arrays = check_arrays(update.table, specs, len(rows), update.values, update.slots)
             for name, array in arrays.items():
                 if array.__class__ is not np.ndarray or array.ndim != 2:
                     arrays[name] = as_columns(np.asarray(array))
             on_bad_rows = update.nonfinite or options_on_bad_rows(options_of(update.table))
-            given.append((shard, TouchedTable(update.table, specs, mirror, rows, arrays, base, on_bad_rows)))
+            given.append((shard, TouchedTable(update.table, specs, mirror, rows, arrays, base, on_bad_rows, at)))
         return given
 
     def _check_touched(self, given: Sequence[tuple[Shard, TouchedTable]]) -> None:
@@ -295,10 +299,16 @@ class StagedTables:
         self._keep_rows(shard, encode_delete(mirror, row_ids, base))
 
     def _mirror(self, shard: Shard) -> tuple[TableCodes | None, int | None]:
-        """The mirror that rows of a shard are laid over, and its digest: a hashed table has none, its name may have."""
+        """The mirror that rows of a shard are laid over, and its digest; none of a hashed table, its name may have."""
         if self._schemas.tables[shard.table].keys == "hashed":
             return None, None
         return self._state.mirrors.with_digest(shard)
+
+    def _keyed(self, shard: Shard) -> KeyedMirror | None:
+        """The mirror of a hashed table that a delta may write differences to."""
+        schemas = self._schemas
+        is_other = schemas.tables[shard.table].keys == "dense" or shard.table in schemas.created
+        return None if is_other or self._draft.kind == "baseline" else self._state.mirrors.keyed(shard)
 
     def _keep_rows(self, shard: Shard, encoded: EncodedRows) -> None:
         before = self._digests.get(shard)
@@ -474,6 +484,11 @@ class StagedTables:
         mirrored = [(shard, mirror) for shard, mirror in moved if mirror is not None]
         changes = ((encoded, mirror) for shard, mirror in mirrored for encoded in self._rows[shard])
         apply_rows(changes, self._state.setup.workers)
+        for shard, rows in self._rows.items():
+            schema = self._schemas.tables[shard.table]
+            if schema.keys == "hashed":
+                is_baseline = self._draft.kind == "baseline"
+                mirrors.move_keyed(shard, schema, rows, self._state.setup.workers, anew=is_baseline)
         for shard, mirror in mirrored:
             mirrors.put(shard, mirror, self._digests.get(shard, mirrors.digest(shard)))
         mirrors.options.update(self._schemas.options)

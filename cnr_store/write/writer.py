@@ -18,10 +18,12 @@ from cnr_store.errors import BadInput, CommitStateUnknown, DoesNotApply, SaveInP
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.manifest import recorded_digest
 from cnr_store.read.snapshot import Snapshot
+from cnr_store.read.table_reader import replay_keyed
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.segment.codes import Array, array_specs
 from cnr_store.segment.shards import KeyShare, Shard, shards_of
 from cnr_store.types import MAX_CHAIN, SlotsRule
+from cnr_store.write.keyed_mirrors import mirrored_arrays
 from cnr_store.write.mirrors import HeldMirrors, Mirrors
 from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer_state import CommitKind, SegmentDraft, WriterState
@@ -221,6 +223,12 @@ class Writer:
     def _load_shard(self, snapshot: Snapshot, shard: Shard, arrays: Mapping[str, Array], slots_rule: SlotsRule) -> None:
         view = snapshot.table(shard.table)
         if view.schema.keys == "hashed":
+            if self.mirrors.mode != "none" and (names := mirrored_arrays(view.schema)):
+                plan, workers = snapshot.plan(shard.table), self._state.setup.workers
+                keyed = replay_keyed(
+                    snapshot.readers, plan, names, workers, holds=self.keys.holds, mirror_in=self.mirrors.allocator()
+                )
+                self.mirrors.put_keyed(shard, *keyed)
             return
         rectangle = shard.rectangle_in(view.schema)
         codes = None

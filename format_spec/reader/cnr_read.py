@@ -202,7 +202,7 @@ class Table:
 
     def __init__(self, name, schema, life):
         self.name, self.schema, self.hashed = name, schema, schema["keys"] == "hashed"
-        adds = encodings.is_integer(schema["encoding"]) and not self.hashed
+        adds = encodings.is_integer(schema["encoding"])
         self.arrays = {"codes": schema | {"kind": "element", "adds": adds}}
         self.arrays |= {f"slots/{slot}": s | {"adds": adds and s["mirror"]} for slot, s in schema["slots"].items()}
         parts = [(segment, part) for segment in life for part in segment.manifest["parts"] if part["table"] == name]
@@ -246,7 +246,7 @@ class Table:
         return rows
 
     def apply(self, segment, part, op, at, shift):
-        self.need(op != "add" or (np.all(self.status[at] == CODED) and not self.hashed), "add to a row without codes")
+        self.need(op != "add" or np.all(self.status[at] == CODED), "add to a row without codes")
         self.status[at] = STATUS_AFTER[op]
         (rows, columns), arrays = at, part[op]["arrays"]
         for name, array in self.arrays.items() if op != "delete" else ():

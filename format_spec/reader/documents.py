@@ -172,7 +172,7 @@ def check_parts(manifest, need):  # CNR-SEG-8, CNR-SEG-19
         need(name in tables, f"part of {name}")
         dim = tables[name]["dim"]
         need(start <= stop <= tables[name]["num_rows"] and low < high <= dim, f"part of {name}")
-        need(tables[name]["keys"] == "dense" or (high - low == dim and not part["add"]), f"part of {name}: hashed")
+        need(tables[name]["keys"] == "dense" or high - low == dim, f"part of {name}: hashed")
         areas[name] += (stop - start) * (high - low)
         for op, line in ((op, part[op]) for op in OPERATIONS if part[op]):
             left, operation = groups.get(line["group"], (0, None))

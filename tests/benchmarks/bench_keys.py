@@ -99,14 +99,16 @@ def compared(report: harness.Report, folder: Path, rows: int, saves: int, bits: 
         with mapped.begin(0) as txn:
             txn.write_table("t", stream.values, options=TableOptions(bits=bits))
         sizes = {"hashed": 0, "dense": 0, "parquet": 0}
-        changed = 0
+        changed, saving = 0, 0.0
         with Loader(hashed) as loader:
             for step in range(1, saves + 1):
                 change = stream.advance()
                 order = np.argsort(change.keys)
+                begun = time.process_time()
                 with keyed.begin(step) as one:
                     one.write_rows("t", change.keys[order], change.values[order])
                     one.delete_rows("t", change.evicted)
+                saving += time.process_time() - begun if step > 1 else 0.0
                 with mapped.begin(step) as other:
                     other.write_rows("t", change.rows, change.values)
                     other.put_dense({"ids": change.keys, "rows": change.rows})
@@ -120,10 +122,13 @@ def compared(report: harness.Report, folder: Path, rows: int, saves: int, bits: 
             begun = time.process_time()
             loader.poll()
             seconds = time.process_time() - begun
+        mirror = keyed.mirror_nbytes / rows
     ratio = sizes["hashed"] / sizes["parquet"]
     report.add(f"{bits} bits, hashed keys: bytes / 8-bit Parquet with zstd", ratio, goal=0.5)
     report.add(f"{bits} bits, rows of a map, and the map: the same", sizes["dense"] / sizes["parquet"], goal=0.5)
     report.add(f"{bits} bits, hashed keys: bytes per changed key", sizes["hashed"] / changed, unit=" B")
+    report.add(f"{bits} bits, hashed keys: mirror bytes per key, of which {2 * DIM} are codes", mirror, unit=" B")
+    report.add(f"{bits} bits: changed keys saved per CPU second", (changed - changed_before) / saving, unit="")
     report.add(f"{bits} bits: keys applied by a loader per CPU second", (changed - changed_before) / seconds, unit="")
     begun = time.process_time()
     parts = [hashed.snapshot().table("t").read_all(share=KeyShare(index, 4))[0] for index in range(4)]

@@ -19,10 +19,10 @@ import numpy as np
 
 from cnr_store.errors import VersionNotFound
 from cnr_store.format.records import TableSchema
+from cnr_store.runtime.key_index import KeyIndex
 from cnr_store.serving.rows import gather
 from cnr_store.serving.rows.attached import AttachedTables
 from cnr_store.serving.rows.board import Board
-from cnr_store.serving.rows.key_index import KeyIndex
 from cnr_store.serving.rows.lookups import LookupBatch, Lookups, ViewSource
 from cnr_store.serving.rows.memory import Memory
 from cnr_store.serving.rows.served_table import BaseTable, Overlay, row_kind

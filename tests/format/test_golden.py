@@ -56,7 +56,7 @@ def test_tables_and_slots_read_as_expected(case: str, version: int) -> None:
     for table, arrays in held.items():
         view = snapshot.table(table)
         if view.schema.keys == "hashed":
-            keys, values = view.read_all()
+            keys, values = view.read_all(slots=True)
             found = {"keys": keys, **values}
         else:
             found = {n: view.read(slot=None if n == "values" else n) for n in ["values", *view.schema.slots]}

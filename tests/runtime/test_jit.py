@@ -20,8 +20,8 @@ import numpy.typing as npt
 import pytest
 
 from cnr_store.encodings import affine_kernels, kernels, packing, row_kernels
-from cnr_store.runtime import jit
-from cnr_store.serving.rows import board, fused_kernels, gather, key_index, rounding
+from cnr_store.runtime import jit, key_index
+from cnr_store.serving.rows import board, fused_kernels, gather, rounding
 from cnr_store.serving.update import adding
 
 SOURCE = """

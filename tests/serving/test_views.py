@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from cnr_store.errors import BadRowIds, StorageFailure, TableNotFound, VersionNotFound
+from cnr_store.runtime import key_index
 from cnr_store.segment.codes import ESCAPED, ExactRows
 from cnr_store.serving.rows import board as boards
-from cnr_store.serving.rows import key_index
 from cnr_store.serving.rows.board import LONGEST_DEFERRAL_S, Board
 from cnr_store.serving.rows.lookups import Lookups, lookup_in
 from cnr_store.serving.rows.served_table import BaseTable, row_kind

@@ -15,7 +15,8 @@ from cnr_store.format.records import MAJOR, ChainEntry, Manifest, SegmentDocumen
 from cnr_store.maintenance.compaction.merge import merge_piece
 from cnr_store.maintenance.compaction.tasks import MergePiece
 from cnr_store.read.plan import plan_table
-from cnr_store.read.replay import finish, replay, replay_hashed
+from cnr_store.read.replay import finish, replay
+from cnr_store.read.table_reader import read_keyed
 from cnr_store.runtime.threads import Throttle, Workers
 from cnr_store.segment.codes import TableCodes, array_specs
 from cnr_store.segment.reader import SegmentReader, in_chain
@@ -125,7 +126,7 @@ def state_of(
     for table, schema in manifests[-1].tables.items():
         plan = plan_table(manifests, table)
         if schema.keys == "hashed":
-            keys, arrays = replay_hashed(readers, plan, tuple(array_specs(schema)), workers)
+            keys, arrays = read_keyed(readers, plan, tuple(array_specs(schema)), workers)
             found[table, (0, schema.dim)] = (keys.tobytes(), {name: array.tobytes() for name, array in arrays.items()})
             continue
         if schema.num_rows == 0:

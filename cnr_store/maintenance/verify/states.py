@@ -98,7 +98,8 @@ def _check_run(
         plan = plan_table(manifests, table, 0, num_rows)
         pieces = by_columns(plan)
         # Rows in no list need no check, so the cost of a sparse table depends on its stored rows.
-        listed = named_rows(readers, plan) if is_sparse(plan) else None
+        is_keyed = plan.schema.keys == "hashed"
+        listed = named_rows(readers, plan) if is_keyed or is_sparse(plan) else None
     except CorruptStore as error:
         yield FailedReplay(run.stop - 1, error)
         return
@@ -130,6 +131,8 @@ def _check_run(
         advance(stop - start)
     for index in run:
         schema = manifests[index].tables[table]
+        if is_keyed:  # keys have no digest
+            break
         expected = recorded_digest(manifests[index].parts_of.get(table, ()), whole_of(schema))
         if expected is not None and expected != found[index]:
             yield WrongState(index, table, f"{expected:016x}", f"{found[index]:016x}")

@@ -16,8 +16,8 @@ import time
 import numpy as np
 import numpy.typing as npt
 
+from cnr_store.runtime.fences import fence
 from cnr_store.runtime.jit import njit
-from cnr_store.serving.rows.fences import fence
 
 CELL_WORDS = 8
 """int64 words per number: a cache line each."""

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cnr_store.runtime.fences import prefetch
 from cnr_store.runtime.jit import njit
-from cnr_store.serving.rows.fences import prefetch
 from cnr_store.types import RowIds
 
 ABSENT_PLACE = -1

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from cnr_store.runtime.key_index import MISSING, KeyIndex
 from cnr_store.segment.codes import ABSENT
 from cnr_store.serving.rows import gather
-from cnr_store.serving.rows.key_index import MISSING, KeyIndex
 from cnr_store.serving.rows.memory import Memory
 from cnr_store.serving.rows.served_table import BaseTable, Overlay, index_capacity
 

@@ -18,11 +18,11 @@ import numpy.typing as npt
 from cnr_store.encodings import kernels, widths
 from cnr_store.errors import BadInput, BadRowIds, NonFiniteValues
 from cnr_store.format.records import TableSchema
+from cnr_store.runtime.key_index import KeyIndex, slots_for
 from cnr_store.runtime.threads import blocks
 from cnr_store.segment.codes import ABSENT, Array, ArraySpec, ExactRows, array_specs, decode_block, schema_key
 from cnr_store.serving.rows import gather
 from cnr_store.serving.rows.fused_kernels import BITS_8_EXTRA_BYTES, fuse_rows_8bit
-from cnr_store.serving.rows.key_index import KeyIndex, slots_for
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
 from cnr_store.serving.rows.rounding import round_float32
 from cnr_store.serving.rows.shards import HashShard, Shard, dense_range, is_in_shard, is_keyed

@@ -18,8 +18,8 @@ import xxhash
 from cnr_store.errors import CorruptObject
 from cnr_store.format.documents import loads
 from cnr_store.format.records import TableSchema
+from cnr_store.runtime.key_index import KeyIndex
 from cnr_store.segment.codes import ExactRows
-from cnr_store.serving.rows.key_index import KeyIndex
 from cnr_store.serving.rows.memory import Array
 from cnr_store.serving.rows.served_table import BaseTable, KeptAs, Overlay, Served, ServedTable, row_kind
 from cnr_store.serving.rows.shards import HashShard, Shard

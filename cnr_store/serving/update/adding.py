@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.encodings import widths
+from cnr_store.runtime.fences import prefetch
 from cnr_store.runtime.jit import njit
 from cnr_store.segment.codes import ArraySpec
-from cnr_store.serving.rows.fences import prefetch
 from cnr_store.types import Lattice
 
 Array = npt.NDArray[Any]

@@ -23,7 +23,7 @@ from cnr_store.serving.rows.memory import ANONYMOUS, Memory
 from cnr_store.serving.rows.served_table import BaseTable, Overlay, RowKind, ServedTable
 from cnr_store.serving.rows.shards import dense_range
 from cnr_store.serving.update.content import CodesTooWide, Content, exact_rows_after, read_content
-from cnr_store.serving.update.keys import newest_rows, read_shard
+from cnr_store.serving.update.keys import read_shard
 from cnr_store.serving.update.loading import load_table
 from cnr_store.types import RowIds, RowRange
 
@@ -74,20 +74,11 @@ def reread_rows(
     kind, schema = served.kind, readers[-1].manifest.tables[served.name]
     found = _Differing(served, workers)
     with memory.attempt():
-        if schema.keys == "hashed":
-            plan = plan_table([reader.manifest for reader in readers], served.name)
-            missing = np.ones(len(rows), np.bool_)
-            for keys, content in newest_rows(
-                readers, plan, kind, workers, shard=served.base.shard, wanted=rows, dtype=served.base.rows.dtype
-            ):
-                found.put(keys, content)
-                missing[np.searchsorted(rows, keys)] = False
-            found.put_absent(rows[missing])
-        else:
-            for low, high in blocks(len(rows), max(1, READ_BYTES // (4 * kind.dim))):
-                part = rows[low:high]
-                content = read_content(readers, served.name, part, kind, workers, dtype=served.base.rows.dtype)
-                found.put(part, content)
+        plan = plan_table([reader.manifest for reader in readers], served.name, rows=rows)
+        for low, high in blocks(len(rows), max(1, READ_BYTES // (4 * kind.dim))):
+            part = rows[low:high]
+            out = np.empty((len(part), kind.width), served.base.rows.dtype)
+            found.put(part, read_content(readers, plan, part, kind, workers, out))
         return found.difference(schema, memory)
 
 

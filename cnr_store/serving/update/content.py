@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from cnr_store.encodings.widths import carrier
 from cnr_store.errors import CorruptStore
-from cnr_store.read.plan import Columns, TablePlan, by_columns, plan_table
+from cnr_store.read.plan import Columns, TablePlan, by_columns, holding
 from cnr_store.read.replay import ChunkReader, finish, matching
 from cnr_store.read.table_reader import read_codes
 from cnr_store.runtime.threads import Workers, blocks
@@ -205,20 +205,16 @@ def holds_codes_in_place(plan: TablePlan, kind: RowKind) -> bool:
 
 
 def read_content(
-    readers: Sequence[ChunkReader],
-    table: str,
-    rows: RowIds,
-    kind: RowKind,
-    workers: Workers,
-    *,
-    dtype: npt.DTypeLike | None = None,
+    readers: Sequence[ChunkReader], plan: TablePlan, rows: RowIds, kind: RowKind, workers: Workers, out: Array
 ) -> Content:
-    """Return rows (sorted, unique) of a dense table as the chain's state has them; reads chunks that hold one. Blocks.
+    """Return rows (sorted, unique) of a table as the chain's state has them, in ``out``. Blocks.
 
     Parameters
     ----------
-    dtype
-        The dtype of the rows if it is not ``kind.dtype``: int32 for codes that exceed int16.
+    plan
+        Of these rows, or of more: chunks that cannot hold one are not read.
+    out
+        (len(rows), kind.width), of ``kind.dtype``, or int32 for codes that exceed int16.
 
     Raises
     ------
@@ -226,8 +222,7 @@ def read_content(
     CodesTooWide
         Codes do not fit the dtype.
     """
-    plan = plan_table([reader.manifest for reader in readers], table, rows=rows)
-    out = np.empty((len(rows), kind.width), kind.dtype if dtype is None else dtype)
+    plan = holding(plan, rows)
     found: list[Content] = []
     builder = ContentBuilder(
         plan, kind, workers, lambda _start, _stop: out, lambda _start, _stop, one: found.append(one)

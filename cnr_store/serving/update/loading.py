@@ -24,7 +24,7 @@ from cnr_store.serving.rows.memory import ANONYMOUS, Memory
 from cnr_store.serving.rows.served_table import BaseTable, RowKind, ServedTable
 from cnr_store.serving.rows.shards import Shard, dense_range, is_in_shard, is_keyed
 from cnr_store.serving.update.content import CodesTooWide, Content, ContentBuilder, holds_codes_in_place
-from cnr_store.serving.update.keys import newest_rows, read_shard
+from cnr_store.serving.update.keys import count_keys, read_shard
 from cnr_store.types import RowIds
 
 
@@ -137,8 +137,7 @@ def _load_keyed(
         return int(np.count_nonzero(is_in_shard(shard, np.arange(low, high, dtype=np.int64))))
 
     if plan.schema.keys == "hashed":
-        counted = newest_rows(readers, plan, kind, workers, shard=shard, only_ids=True)
-        room = sum(int(np.count_nonzero(content.status != ABSENT)) for _, content in counted)
+        room = count_keys(readers, plan, workers, shard)
     else:
         ranges = [(plan.start + low, plan.start + high) for low, high in blocks(plan.stop - plan.start, TASK_ROWS)]
         room = sum(workers.run(partial(chosen, low, high) for low, high in ranges))

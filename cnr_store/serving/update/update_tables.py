@@ -19,12 +19,12 @@ from cnr_store.format.records import Manifest, TableSchema
 from cnr_store.read.changed_rows import plan_row_change
 from cnr_store.read.plan import plan_table
 from cnr_store.read.snapshot import Snapshot
+from cnr_store.runtime.key_index import KeyIndex
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import ABSENT, ExactRows
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.shards import whole_of
 from cnr_store.serving.rows import gather
-from cnr_store.serving.rows.key_index import KeyIndex
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
 from cnr_store.serving.rows.merging import merge_into, merge_target
 from cnr_store.serving.rows.served_table import BaseTable, KeptAs, Overlay, RowKind, Served, ServedTable, row_kind

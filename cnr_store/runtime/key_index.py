@@ -7,15 +7,13 @@ move and slots are never freed, so a search during an insertion finds every key 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from cnr_store.runtime.fences import load_fence, prefetch, store_fence
 from cnr_store.runtime.jit import njit
-from cnr_store.serving.rows.fences import load_fence, prefetch, store_fence
-from cnr_store.serving.rows.memory import ANONYMOUS, Memory
-from cnr_store.types import RowIds
 
 MISSING = -1
 """What stands for the position of a key that is not there."""
@@ -31,6 +29,26 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _SHIFT_30, _SHIFT_27, _SHIFT_31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
+
+class IndexMemory(Protocol):
+    """Where an index is."""
+
+    def allocate(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Return a C-contiguous array of zeros; ``name`` is for people."""
+
+
+class _OwnMemory:
+    """Memory of this process."""
+
+    def allocate(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        del name
+        return np.zeros(shape, dtype)
+
+
+_OWN = _OwnMemory()
+
+Keys = npt.NDArray[np.int64]
+
 Slots = npt.NDArray[np.int64]
 """(slots, 2), slots a power of two: what an index is made of."""
 
@@ -45,7 +63,7 @@ def _home(key: Any, mask: Any) -> Any:
 
 
 @njit(nogil=True)
-def _insert(slots: Slots, keys: RowIds, positions: npt.NDArray[np.int64]) -> tuple[int, int]:
+def _insert(slots: Slots, keys: Keys, positions: npt.NDArray[np.int64]) -> tuple[int, int]:
     """Insert until a key is there already; return (its index or -1, slots that were never used before)."""
     mask = len(slots) - 1
     fresh = 0
@@ -65,7 +83,7 @@ def _insert(slots: Slots, keys: RowIds, positions: npt.NDArray[np.int64]) -> tup
 
 
 @njit(nogil=True)
-def _find(slots: Slots, keys: RowIds, out: npt.NDArray[np.int64]) -> int:
+def _find(slots: Slots, keys: Keys, out: npt.NDArray[np.int64]) -> int:
     """Write the position of each key, or -1; return how many are missing."""
     mask = len(slots) - 1
     missing = 0
@@ -88,7 +106,7 @@ def _find(slots: Slots, keys: RowIds, out: npt.NDArray[np.int64]) -> int:
 
 
 @njit(nogil=True)
-def _remove(slots: Slots, keys: RowIds, out: npt.NDArray[np.int64]) -> int:
+def _remove(slots: Slots, keys: Keys, out: npt.NDArray[np.int64]) -> int:
     """Remove keys, writing the position each had, or -1; return how many were there."""
     mask = len(slots) - 1
     removed = 0
@@ -106,7 +124,7 @@ def _remove(slots: Slots, keys: RowIds, out: npt.NDArray[np.int64]) -> int:
 
 
 @njit(nogil=True)
-def _entries(slots: Slots, keys: RowIds, positions: npt.NDArray[np.int64]) -> int:
+def _entries(slots: Slots, keys: Keys, positions: npt.NDArray[np.int64]) -> int:
     """Write the keys that are there, and their positions, in the order of their slots; return how many."""
     count = 0
     for at in range(len(slots)):
@@ -140,7 +158,7 @@ class KeyIndex:
         self.used = used
 
     @classmethod
-    def allocate(cls, capacity: int, memory: Memory = ANONYMOUS, name: str = "index") -> KeyIndex:
+    def allocate(cls, capacity: int, memory: IndexMemory = _OWN, name: str = "index") -> KeyIndex:
         """Return an empty index with room for ``capacity`` keys; 24 to 48 bytes per key."""
         return cls(memory.allocate(name, (slots_for(capacity), 2), np.int64))
 
@@ -149,7 +167,7 @@ class KeyIndex:
         """How many keys that were never there may still be inserted."""
         return int(len(self.slots) / _SLOTS_PER_KEY) - self.used
 
-    def insert_many(self, keys: RowIds, positions: npt.NDArray[np.int64]) -> int:
+    def insert_many(self, keys: Keys, positions: npt.NDArray[np.int64]) -> int:
         """Insert ``keys`` (n,) at ``positions`` (n,) >= 0; return -1, or the index of the first that is there already.
 
         That key and what follows it are not inserted. Releases the GIL; may be called chunk by chunk.
@@ -166,25 +184,25 @@ class KeyIndex:
         self.count += len(keys) if stopped < 0 else int(stopped)
         return int(stopped)
 
-    def find(self, keys: RowIds, out: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
+    def find(self, keys: Keys, out: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
         """Return the position of each key (n,), `MISSING` for those that are not there. Releases the GIL."""
         found = np.empty(len(keys), np.int64) if out is None else out
         _find(self.slots, keys, found)
         return found
 
-    def remove_many(self, keys: RowIds) -> npt.NDArray[np.int64]:
+    def remove_many(self, keys: Keys) -> npt.NDArray[np.int64]:
         """Remove keys; return the position that each had, `MISSING` for those that were not there."""
         positions = np.empty(len(keys), np.int64)
         self.count -= int(_remove(self.slots, keys, positions))
         return positions
 
-    def entries(self) -> tuple[RowIds, npt.NDArray[np.int64]]:
+    def entries(self) -> tuple[Keys, npt.NDArray[np.int64]]:
         """Return all keys and their positions, in no order that means anything."""
         keys, positions = np.empty(self.count, np.int64), np.empty(self.count, np.int64)
         _entries(self.slots, keys, positions)
         return keys, positions
 
-    def grown(self, capacity: int, memory: Memory = ANONYMOUS, name: str = "index") -> KeyIndex:
+    def grown(self, capacity: int, memory: IndexMemory = _OWN, name: str = "index") -> KeyIndex:
         """Return a new index of the same keys with room for ``capacity`` in all; removed keys take none there."""
         larger = KeyIndex.allocate(max(capacity, self.count), memory, name)
         larger.insert_many(*self.entries())

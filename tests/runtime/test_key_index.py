@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cnr_store.serving.rows.key_index import MISSING, KeyIndex, slots_for
+from cnr_store.runtime.key_index import MISSING, KeyIndex, slots_for
 from cnr_store.serving.rows.shards import HashShard, is_in_shard
 
 # Few different keys, so that they meet; the extremes, 0 and -1 among them.
