@@ -349,11 +349,18 @@ def test_failing_side_object_means_nothing_was_committed(inner: IsolatedMemoryFi
 
 def test_failing_hint_does_not_fail_the_append(inner: IsolatedMemoryFileSystem) -> None:
     head = with_versions(inner, 2)
-    log = open_log(FaultyFileSystem(inner, fault=Fault(FaultKind.DISK_FULL, at=1)))
+    storage = storage_from_filesystem(inner, ROOT)
+
+    def full(key: str, _data: bytes) -> None:
+        raise StorageFailure(f"no room for {key}")
+
+    storage.put = full  # type: ignore[method-assign, assignment]  # a disk that is full for what is not created
+    log = log_on(storage)
 
     entry = append_delta(log, head, 1)
 
     assert open_log(calm(inner)).latest() == entry
+    assert log.unresolved is None
 
 
 def test_truncated_read_back_is_read_again(inner: IsolatedMemoryFileSystem) -> None:
