@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def can_be_lazy(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's elements lie in host memory in one piece, and its writes are counted."""
     return _is_plain(tensor) and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_inference()
+
+
+def stepped_by(optimizers: Iterable[torch.optim.Optimizer], tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Names of the tensors that are parameters which a step of these optimizers writes; others write the rest."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    stepped = {id(one) for group in groups for one in group["params"] if one.requires_grad}
+    return {name for name, tensor in tensors.items() if id(tensor) in stepped}
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:
@@ -133,7 +140,7 @@ class StagedDense:
             raise BadInput(
                 f"dense tensors {names[:5]} ({len(names)} in all) were written between the save of step {self.step} "
                 "and the next optimizer step, so their copies may be of two instants. From now on they are copied "
-                "while the training waits; SavePolicy(dense_copies='stall') copies all so",
+                "while the training waits, as SavePolicy(dense_copies='stall') copies all",
                 found=names[:5],
             )  # fmt: skip
 
@@ -153,7 +160,7 @@ class DenseStaging:
     """
 
     def __init__(self, *, is_lazy: bool) -> None:
-        self._is_lazy = is_lazy
+        self.is_lazy = is_lazy
         self._kept: dict[str, torch.Tensor] = {}
         self._steady: set[str] = set()
         self._changing: set[str] = set()
@@ -191,7 +198,7 @@ class DenseStaging:
         for name, tensor in live.items():
             check_held(tensor, name)
         self._kept = {name: self._memory_for(name, tensor) for name, tensor in live.items()}
-        candidates = {name for name in steady if self._is_lazy and can_be_lazy(live[name])} - self._changing
+        candidates = {name for name in steady if self.is_lazy and can_be_lazy(live[name])} - self._changing
         staged = StagedDense({name: as_array(kept) for name, kept in self._kept.items()}, dtypes, step)
         for name, tensor in live.items():
             if name in candidates and name in self._steady:

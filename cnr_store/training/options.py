@@ -66,10 +66,11 @@ class SavePolicy:
         checkpoint is of that step. Every writer of a row must mark it, as the library's hooks do. Tables without a
         full mirror (``mirror="none"``, affine rows) stall all the same.
     dense_copies
-        When dense parameters and their optimizer's state in host memory are copied: ``lazy`` by the background until
-        the next step of an optimizer, or while the training waits (``stall``). Lazy is right where nothing but steps of
-        `torch.optim` optimizers writes them from one save to the next step. What else writes a tensor is noticed, once
-        by its bits and from then on by its version; writes through ``.data`` or numpy that begin later are not.
+        When dense parameters of optimizers, and their state, in host memory are copied: while the training waits
+        (``stall``), or by the background until the next step of an optimizer (``lazy``). Lazy is right where nothing
+        but steps of `torch.optim` optimizers writes them from one save to the next step. What else writes a tensor is
+        noticed, once by its bits and from then on by its version, which gives the save up; writes through ``.data`` or
+        numpy that begin later are not noticed.
     when_busy, on_error
         See `WhenBusy` and `OnError`.
     save_on_sigterm
@@ -93,7 +94,7 @@ class SavePolicy:
     every_seconds: float | None = None
     overhead: float | None = None
     first_baseline: FirstBaseline = "stall"
-    dense_copies: DenseCopies = "lazy"
+    dense_copies: DenseCopies = "stall"
     when_busy: WhenBusy = "wait"
     on_error: OnError = "raise"
     save_on_sigterm: bool | Literal["flag"] = False

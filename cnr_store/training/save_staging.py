@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from cnr_store.errors import BackgroundSaveFailed
 from cnr_store.format.document_tree import EncodedTree
@@ -24,7 +23,7 @@ from cnr_store.runtime.ranks import together
 from cnr_store.segment.codes import array_specs
 from cnr_store.training.background import WEIGHT, LiveRead, SaveJob, WholeShard, failure_message
 from cnr_store.training.communication_state import capture_communication
-from cnr_store.training.dense_staging import DenseStaging, StagedDense
+from cnr_store.training.dense_staging import DenseStaging, StagedDense, stepped_by
 from cnr_store.training.document import TRAINER, KeptDocument, rng_documents, trainer_documents
 from cnr_store.training.dynamic_tables import StagedKeys, give_back_changes, stage_changes
 from cnr_store.training.live_training import LiveTraining
@@ -200,9 +199,9 @@ class SaveStager:
         documents: dict[str, Any] = dict(communication.documents)
         if rank == 0:
             known, local = writer.snapshot.dense if writer.is_synced else (), plan.local
-            steady = {name for name, tensor in local.state.dense.items() if isinstance(tensor, nn.Parameter)}
+            stepped = stepped_by(training.optimizers, local.state.dense) if self.dense.is_lazy else set()
             live = local.state.dense | local.other.dense | communication.shared
-            dense.append(self.dense.stage(live, steady | local.other.dense.keys(), self.position.step))
+            dense.append(self.dense.stage(live, stepped | local.other.dense.keys(), self.position.step))
             for name in set(known) - live.keys():
                 if not is_rank_tensor(name):  # these end by themselves
                     transaction.drop_dense(name)

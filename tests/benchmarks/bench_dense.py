@@ -310,7 +310,7 @@ def copies(state: DenseState, repeats: int) -> Timings:
     return found
 
 
-SIDES: tuple[Callable[[], Side], ...] = (Bare, Safetensors, DcpAsyncKept, lambda: Cnr(8))
+SIDES: tuple[Callable[[], Side], ...] = (Bare, Safetensors, DcpAsyncKept, lambda: Cnr(8, dense_copies="lazy"))
 COLUMNS = (
     "side", "committed s", "MB/s", "CPU s", "stall s", "CPU s", "training lost s", "peak MB", "cold load s", "CPU s",
     "warm load s",

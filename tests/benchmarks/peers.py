@@ -30,7 +30,7 @@ from cnr_store.encodings.widths import EXACT_MANTISSA_BITS
 from cnr_store.maintenance.compaction.plan import DEFAULT_POLICY
 from cnr_store.maintenance.maintain import compact
 from cnr_store.training import CheckpointManager, SavePolicy, StoreOptions, TrackingOptions
-from cnr_store.training.options import WhenBusy
+from cnr_store.training.options import DenseCopies, WhenBusy
 from cnr_store.types import AffineBits, Encoding, FloatBits, Lattice, TableDtype
 
 Wait = Callable[[], object]
@@ -267,17 +267,18 @@ class Cnr(_Saved):
     """``CheckpointManager``: the first save is a baseline, the next ones are deltas of the rows that were touched.
 
     The first save encodes the live tables while the training waits; with ``reads_live`` the training goes on meanwhile.
-    ``every_steps``, ``overhead`` and ``when_busy`` are the manager's.
+    ``every_steps``, ``overhead``, ``when_busy`` and ``dense_copies`` are the manager's.
     """
 
     def __init__(
         self, bits: AffineBits | None, *, reads_live: bool = False, every_steps: int | Literal["auto"] | None = None,
-        overhead: float | None = None, when_busy: WhenBusy = "wait",
+        overhead: float | None = None, when_busy: WhenBusy = "wait", dense_copies: DenseCopies = "stall",
     ) -> None:  # fmt: skip
         self.name = f"cnr_store{' (reads live)' if reads_live else ''}, {'exact' if bits is None else f'{bits}-bit'}"
         self.options = TableOptions.exact() if bits is None else TableOptions(bits=bits)
         self.reads_live, self.every_steps, self.overhead = reads_live, every_steps, overhead
         self.when_busy: WhenBusy = when_busy
+        self.dense_copies: DenseCopies = dense_copies
         self.manager: CheckpointManager | None = None
 
     def open(self, place: Place, trainee: TrainingState, url: str | None = None) -> None:
@@ -300,6 +301,7 @@ class Cnr(_Saved):
                 overhead=self.overhead,
                 rng=False,
                 when_busy=self.when_busy,
+                dense_copies=self.dense_copies,
             ),
             tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
             store_options=StoreOptions(storage_options=self.place.options or None),

@@ -18,7 +18,7 @@ from cnr_store.errors import BackgroundSaveFailed, BadInput
 from cnr_store.storage.base import Buffer
 from cnr_store.storage.local import LocalStorage
 from cnr_store.training import CheckpointManager, SavePolicy, dense_staging
-from cnr_store.training.dense_staging import DenseStaging, StagedDense
+from cnr_store.training.dense_staging import DenseStaging, StagedDense, stepped_by
 
 ELEMENTS = 1 << 14
 
@@ -187,7 +187,7 @@ def test_nothing_is_lazy_where_the_caller_wants_none(model: Counted, optimizer: 
 
 
 def manager_of(store: Store, model: Counted, optimizer: Counting) -> CheckpointManager:
-    policy = SavePolicy(rng=False, git=False)
+    policy = SavePolicy(rng=False, git=False, dense_copies="lazy")
     return CheckpointManager(store, model=model, optimizer=optimizer, every_steps=1, save_policy=policy)
 
 
@@ -242,18 +242,26 @@ def test_a_save_that_was_torn_is_not_committed_and_the_next_one_is_whole(
     storage.may_put.clear()
     manager.save(wait=False)
     with torch.no_grad():
-        model.average.fill_(1.0)
+        model.first.fill_(9.0)
     storage.may_put.set()
 
-    with pytest.raises(BackgroundSaveFailed, match="average"):
+    with pytest.raises(BackgroundSaveFailed, match="first"):
         manager.wait_until_finished()
     report = manager.save()
 
     assert report is not None
     snapshot = manager.store.snapshot()
-    assert set(snapshot.read_dense("average")) == {1.0}
-    assert set(snapshot.read_dense("first")) == {4.0}
+    assert set(snapshot.read_dense("first")) == {9.0}
+    assert set(snapshot.read_dense("second")) == {4.0}
     manager.close()
+
+
+def test_only_parameters_that_an_optimizer_steps_are_copied_late(model: Counted, optimizer: Counting) -> None:
+    """An average or a target network is written by others, perhaps seldom: the first save need not show it."""
+    assert stepped_by([optimizer], live(model)) == STEADY
+
+    model.first.requires_grad_(False)
+    assert stepped_by([optimizer], live(model)) == {"second"}
 
 
 def test_a_closed_manager_leaves_no_hook_behind(tmp_path: Path, model: Counted, optimizer: Counting) -> None:
