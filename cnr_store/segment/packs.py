@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -39,6 +40,9 @@ _DENSE_DTYPES = frozenset(
 
 _CARRIERS = {"bfloat16": "uint16", "bool": "uint8"}
 
+TASK_BYTES = 1024 * 1024
+"""Bytes of tensors that one task makes digests of, at least."""
+
 BLOCK_BYTES = 256 * 1024
 """Bytes that are taken through checksum and digests at a time: they stay in a core's cache meanwhile."""
 
@@ -46,6 +50,22 @@ BLOCK_BYTES = 256 * 1024
 def flat_bytes(array: Array) -> Bytes:
     """Return a C-contiguous array's bytes, (size,), in its own memory."""
     return array.reshape(-1).view(np.uint8)
+
+
+def tensor_digests(tensors: Mapping[str, Array], workers: Workers) -> dict[str, str]:
+    """Return the digests that a manifest has of dense tensors, by name, computed on threads. Blocks.
+
+    Small tensors share a task: a hand-over to a thread costs more than their digest.
+    """
+    tasks, size = [list[str]()], 0
+    for name, tensor in tensors.items():
+        if size > TASK_BYTES:
+            tasks.append([])
+            size = 0
+        tasks[-1].append(name)
+        size += tensor.nbytes
+    found = workers.run(partial(lambda names: [tensor_digest(tensors[name]) for name in names], task) for task in tasks)
+    return dict(zip(tensors, chain.from_iterable(found), strict=True))
 
 
 def tensor_digest(array: Array) -> str:

@@ -41,7 +41,7 @@ from cnr_store.format.records import (
 )
 from cnr_store.runtime.threads import Throttle, Workers, blocks
 from cnr_store.segment.groups import GroupShape, RowList, SharedGroup, WrittenList, WrittenPart
-from cnr_store.segment.packs import Pack, check_dense_dtype, tensor_digest
+from cnr_store.segment.packs import Pack, check_dense_dtype, tensor_digests
 from cnr_store.storage import Content, Storage, object_digest
 from cnr_store.types import JsonValue
 
@@ -192,15 +192,14 @@ class SegmentWriter:
         """Write dense tensors, packed end to end into one 1-d array per stored dtype; put in `finish`, not copied.
 
         ``dtypes`` names the logical dtype where it differs (``bfloat16`` stored as uint16, ``bool`` as uint8);
-        ``digests`` are those that the caller knows (`tensor_digest`).
+        ``digests`` are those that the caller knows (`tensor_digests`).
         """
         by_dtype: dict[str, dict[str, npt.NDArray[Any]]] = {}
         for name, tensor in tensors.items():
             check_dense_dtype(name, tensor.dtype, dtypes.get(name))
             by_dtype.setdefault(tensor.dtype.name, {})[name] = np.asarray(tensor, order="C")
-        unknown = [name for name in tensors if name not in digests]
-        found = self._workers.run(partial(tensor_digest, np.asarray(tensors[name], order="C")) for name in unknown)
-        digests = {**digests, **dict(zip(unknown, found, strict=True))}
+        unknown = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items() if name not in digests}
+        digests = {**digests, **tensor_digests(unknown, self._workers)}
         for dtype_name, own in sorted(by_dtype.items()):
             pack = Pack.of(array_path(f"{self.folder}.dense", dtype_name), own, dtypes, digests)
             self._dense |= pack.lines

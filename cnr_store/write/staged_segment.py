@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,7 +16,7 @@ from cnr_store.format.limits import MAX_USER_NESTING
 from cnr_store.format.manifest_state import is_same_tensor
 from cnr_store.format.records import DenseEntry, Manifest, Receipt
 from cnr_store.segment.codes import Array
-from cnr_store.segment.packs import check_dense_dtype, tensor_digest
+from cnr_store.segment.packs import check_dense_dtype, tensor_digests
 from cnr_store.segment.writer import SegmentWriter
 from cnr_store.types import JsonValue
 from cnr_store.write.schema_changes import SchemaChanges
@@ -107,7 +106,7 @@ class StagedDocuments:
         earlier = {} if before is None or before.is_empty else before.dense
         held = {name: entry for name, entry in earlier.items() if not is_rank_tensor(name)}
         kept = {} if base is None else base.dense
-        digests = self._digests()
+        digests = tensor_digests(self._given, self._state.setup.workers)
         changed: dict[str, Array] = {}
         dtypes = dict(self._dtypes)
         self.tensors = (self._given.keys() | held.keys()) - self._dropped
@@ -120,11 +119,6 @@ class StagedDocuments:
                 changed[name] = before.read_dense(name)
                 dtypes.setdefault(name, held[name].dtype)
         out.write_dense(changed, dtypes, digests)
-
-    def _digests(self) -> dict[str, str]:
-        """The digests of the tensors that were given, computed on the store's threads."""
-        found = self._state.setup.workers.run(partial(tensor_digest, tensor) for tensor in self._given.values())
-        return dict(zip(self._given, found, strict=True))
 
     def _is_unchanged(self, name: str, old: DenseEntry, digest: str) -> bool:
         """Whether the tensor given has the bytes, dtype and shape of ``old``."""

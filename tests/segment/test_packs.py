@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from cnr_store.errors import BadDtype, BadShape, CorruptObject, MissingObject
 from cnr_store.format import arrays
 from cnr_store.format.layout import segment_key
 from cnr_store.format.records import ArrayEntry
-from cnr_store.runtime.threads import Inline
-from cnr_store.segment.packs import Pack, read_tensors, tensor_digest
+from cnr_store.runtime.threads import Inline, Workers
+from cnr_store.segment import packs
+from cnr_store.segment.packs import Pack, read_tensors, tensor_digest, tensor_digests
 from cnr_store.storage import object_digest
 
 CHUNK_ROWS = 5
@@ -61,6 +63,20 @@ def test_objects_of_a_pack_are_those_of_a_copy_of_all_its_tensors(dtype: str, sh
         assert (made.path, made.size_bytes) == (arrays.object_path(pack.entry, number), len(expected))
         assert made.digest == object_digest(expected)
         assert list(made.inside) == [(len(chunk), object_digest(chunk)) for chunk in chunks]
+
+
+@pytest.mark.parametrize("task_bytes", [0, 20, 1 << 20])
+def test_digests_made_in_tasks_of_many_tensors_are_those_of_each(
+    task_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packs, "TASK_BYTES", task_bytes)
+    tensors = tensors_of("float32")
+
+    with closing(Workers(2)) as workers:
+        found = tensor_digests(tensors, workers)
+        assert tensor_digests({}, workers) == {}
+
+    assert found == {name: object_digest(tensor.tobytes()) for name, tensor in tensors.items()}
 
 
 def test_a_pack_of_nothing_has_no_objects() -> None:
