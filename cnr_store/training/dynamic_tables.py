@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
-from cnr_store.changes import changes
 from cnr_store.errors import DoesNotApply
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.shards import KeyShare
@@ -26,6 +24,9 @@ from cnr_store.types import RowIds
 from cnr_store.write.table_options import TableOptions
 from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 Array = npt.NDArray[Any]
 _SAMPLE_ROWS = 4096
@@ -200,6 +201,8 @@ class DynamicTables:
         CursorExpired
             The changes since then are not kept any more: `restore`.
         """
+        from cnr_store.changes import changes  # brings pyarrow, which no other part of a training needs
+
         stream = changes(store, since, tables=list(self.tables), slots=True)
         for batch in stream:
             name = batch.column("table")[0].as_py()
@@ -283,7 +286,7 @@ def _check_form(snapshot: Snapshot, name: str, table: DynamicTable) -> None:
 
 def _floats_of(column: pa.Array) -> Array:
     """Return a column of a change batch, (n,) or (n, width); undefined where it is null."""
-    if pa.types.is_fixed_size_list(column.type):
+    if hasattr(column.type, "list_size"):
         flat: Array = column.values.to_numpy(zero_copy_only=False)
         return flat[column.offset * column.type.list_size :][: len(column) * column.type.list_size].reshape(
             len(column), -1

@@ -155,8 +155,12 @@ def test_public_functions_and_classes_are_documented(name: str) -> None:
     assert undocumented == []
 
 
-def test_the_command_starts_without_what_only_consumers_need() -> None:
-    program = "import sys, cnr_store_tools.cli; print([n for n in ('torch', 'pyarrow', 'redis') if n in sys.modules])"
+@pytest.mark.parametrize(
+    ("module", "without"),
+    [("cnr_store_tools.cli", ["torch", "pyarrow", "redis"]), ("cnr_store.training", ["pyarrow", "redis"])],
+)
+def test_a_command_and_a_training_start_without_what_only_consumers_need(module: str, without: list[str]) -> None:
+    program = f"import sys, {module}; print([name for name in {without} if name in sys.modules])"
 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
