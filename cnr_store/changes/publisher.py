@@ -228,7 +228,7 @@ class PriorityPublisher:
     def _has(self, table: str, schema: TableSchema) -> bool:
         """Whether the target stores a table as the source does."""
         spec = array_specs(schema)["codes"]
-        if not spec.is_additive:
+        if schema.keys == "hashed" or not spec.is_additive:
             raise Unsupported(
                 f"table {table!r} cannot be published by priority: it is "
                 f"{'hashed' if schema.keys == 'hashed' else 'stored without differences'}; leave it out by tables=",

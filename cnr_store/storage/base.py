@@ -220,7 +220,7 @@ class Storage(ABC):
             The backend refused or failed; the object has its old or its new content.
         """
         check_key(key)
-        buffers = [data] if isinstance(data, Buffer) else data
+        buffers = [_flat(data)] if isinstance(data, Buffer) else data
         self._put(key, buffers)
         if self.copies is not None:
             self.copies.record(key, buffers)
@@ -387,6 +387,13 @@ class Storage(ABC):
 
     @abstractmethod
     def _delete(self, keys: list[str]) -> None: ...
+
+
+def _flat(data: Buffer) -> Buffer:
+    """Return the bytes of a buffer, whatever the size and distance of its items."""
+    if not isinstance(data, memoryview):
+        return data
+    return data.cast("B") if data.c_contiguous and data.nbytes else bytes(data)
 
 
 def scatter(data: Buffer, buffers: Sequence[memoryview]) -> int:

@@ -79,7 +79,8 @@ def test_a_store_saves_in_its_block_as_often_as_it_is_asked_to(tmp_path: Path) -
 
     (table,) = report.tables
     assert [row[0] for row in table.rows] == [
-        "no manager", "never saves", "saves after every step", 'every_steps="auto", 5%'
+        "no manager", "never saves", "a save of every step",
+        "every step, those that come while one is written in the next", 'every_steps="auto", 5%'
     ]  # fmt: skip
     assert [row[-1] for row in table.rows[:3]] == ["everything", "everything", "2 steps"]
     assert "every" in report.notes[-1]
