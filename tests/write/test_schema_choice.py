@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -183,14 +183,18 @@ def test_dtypes_of_tables_and_slots() -> None:
         )  # fmt: skip
 
 
-def test_hashed_tables_and_writers_without_a_mirror_add_nothing() -> None:
-    for kwargs in ({"keys": "hashed"}, {"has_mirror": False}):
-        schema = table_schema(
-            "t", TableOptions(scale=1.0), num_rows=5, dim=8, dtype="float32", sample=SAMPLE,
-            slots={"m": SAMPLE[:, 0]}, **kwargs,  # type: ignore[arg-type]
-        )  # fmt: skip
-        assert not schema.slots["m"].mirror
-        assert schema.num_rows == (0 if "keys" in kwargs else 5)
+@pytest.mark.parametrize("has_mirror", [True, False])
+@pytest.mark.parametrize(("keys", "num_rows"), [("dense", 5), ("hashed", 0)])
+def test_tables_of_writers_without_a_mirror_add_nothing(
+    has_mirror: bool, keys: Literal["dense", "hashed"], num_rows: int
+) -> None:
+    schema = table_schema(
+        "t", TableOptions(scale=1.0), num_rows=5, dim=8, dtype="float32", sample=SAMPLE,
+        slots={"m": SAMPLE[:, 0]}, keys=keys, has_mirror=has_mirror,
+    )  # fmt: skip
+
+    assert schema.slots["m"].mirror is has_mirror
+    assert schema.num_rows == num_rows
 
 
 def test_a_sample_is_repeatable_and_bounded() -> None:
