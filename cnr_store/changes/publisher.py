@@ -23,6 +23,7 @@ from cnr_store.errors import BadInput, Unsupported
 from cnr_store.format.records import TableSchema
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.arguments import checked_count, checked_number
+from cnr_store.runtime.notebook import ShownReport
 from cnr_store.segment.codes import (
     ABSENT,
     CODED,
@@ -51,7 +52,7 @@ _OF_TRAINING = ("optimizer/", "rank/", "communication/")
 
 
 @dataclass(frozen=True, slots=True)
-class PublishReport:
+class PublishReport(ShownReport):
     """What one version of the published store has.
 
     Attributes

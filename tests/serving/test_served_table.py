@@ -56,8 +56,9 @@ def test_values_are_held_where_they_are_enough(encoding: Any, dtype: Any, served
 
 
 @pytest.mark.parametrize("served", ["float32", "float16", "bfloat16", "int8"])
-def test_hashed_tables_hold_values_since_nothing_is_added_to_their_rows(served: Any) -> None:
-    assert row_kind(schema_of(keys="hashed"), served).kept_as == "values"
+def test_hashed_tables_are_held_as_dense_ones(served: Any) -> None:
+    """Differences are added to their rows too."""
+    assert row_kind(schema_of(keys="hashed"), served).kept_as == row_kind(schema_of(), served).kept_as
 
 
 def test_codes_of_a_lattice_table_may_be_asked_for() -> None:
