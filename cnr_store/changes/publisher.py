@@ -20,6 +20,7 @@ from cnr_store.changes.priority import WaitingRows, choose_rows
 from cnr_store.changes.stream import ChangeStream, changes
 from cnr_store.encodings.widths import from_float32, to_float32
 from cnr_store.errors import BadInput, Unsupported
+from cnr_store.format.manifest_state import is_same_tensor
 from cnr_store.format.records import TableSchema
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.arguments import checked_count, checked_number
@@ -152,7 +153,6 @@ class PriorityPublisher:
         self._writer.restore()
         self._cursor: ChangeCursor | None = None
         self._waiting: dict[str, WaitingRows] = {}
-        self._sent_dense: dict[str, Array] = {}
         self._updates = 0
         self._bytes_per_element = FIRST_BYTES_PER_ELEMENT
         self._credit = 0.0
@@ -302,24 +302,19 @@ class PriorityPublisher:
         self._credit = float(np.clip(left, -limit, limit))
 
     def _put_dense(self, snapshot: Snapshot, txn: Transaction) -> int:
-        """Put the dense tensors; returns the bytes of those that changed."""
+        """Put the dense tensors that the target does not have so, which alone are read; returns their bytes."""
         wanted = {
             name: entry
             for name, entry in snapshot.dense.items()
             if (name in self._dense if self._dense is not None else not name.startswith(_OF_TRAINING))
         }
-        arrays = {name: snapshot.read_dense(name) for name in wanted}
-        txn.put_dense(arrays, {name: entry.dtype for name, entry in wanted.items()})
-        if self._writer.is_synced:
-            for name in self._writer.snapshot.dense.keys() - wanted.keys():
-                txn.drop_dense(name)
-        changed = [
-            array.nbytes
-            for name, array in arrays.items()
-            if name not in self._sent_dense or array.tobytes() != self._sent_dense[name].tobytes()
-        ]
-        self._sent_dense = arrays
-        return sum(changed)
+        held = self._writer.snapshot.dense if self._writer.is_synced else {}
+        changed = [name for name, one in wanted.items() if name not in held or not is_same_tensor(held[name], one)]
+        arrays = snapshot.read_many_dense(changed)
+        txn.put_dense(arrays, {name: wanted[name].dtype for name in changed})
+        for name in held.keys() - wanted.keys():
+            txn.drop_dense(name)
+        return sum(array.nbytes for array in arrays.values())
 
 
 def change_norms(held: TableCodes, row_ids: RowIds, values: Array) -> npt.NDArray[np.float64]:

@@ -19,7 +19,7 @@ import numpy as np
 from cnr_store.errors import BadInput, BadRowIds, MissingDependency, VersionNotFound
 from cnr_store.runtime.arguments import checked_choice
 from cnr_store.serving.rows.lookups import checked_ids
-from cnr_store.serving.sinks.positions import check_dense_tables, check_positions
+from cnr_store.serving.sinks.positions import check_batch, check_positions
 from cnr_store.serving.sinks.protocol import SinkState, SinkTable
 from cnr_store.serving.sinks.stored_rows import check_rows
 from cnr_store.types import Float32s, RowIds
@@ -84,6 +84,7 @@ class DeviceTables:
         self._name = name
         self._queue = _Streams(self.device)
         self._tables: dict[str, torch.Tensor] = {}
+        self._shapes: Mapping[str, SinkTable] = {}
         self._batch: _Batch | None = None
         self._state: SinkState | None = None
 
@@ -132,10 +133,9 @@ class DeviceTables:
             state = self._state
             if state is None:
                 raise VersionNotFound(f"{self._name} has no version yet: push its feed first")
-            shapes = {table: SinkTable(one.shape[1], one.shape[0]) for table, one in self._tables.items()}
             for table, ids in given.items():
                 checked = ids.numpy() if ids.device.type == "cpu" else _NOT_CHECKED
-                check_positions(self._name, shapes, table, checked)
+                check_positions(self._name, self._shapes, table, checked)
             rows = {table: rows_or_nan(self._tables[table], ids) for table, ids in on_device.items()}
         return DeviceBatch(state.version, state.step, rows)
 
@@ -158,9 +158,7 @@ class DeviceTables:
         """
         import torch
 
-        if not (full or self._state):
-            raise BadInput(f"{self._name} has no rows yet: its first batch must be a full one")
-        check_dense_tables(self._name, tables)
+        check_batch(self._name, tables, full=full, has_rows=self._state is not None)
         whole = {}
         with self._queue.update():
             for table, shape in tables.items() if full else ():
@@ -202,7 +200,7 @@ class DeviceTables:
         batch, self._batch = self._writing(), None
         with self._queue.change():
             if batch.whole:
-                self._tables = batch.whole
+                self._tables, self._shapes = batch.whole, batch.tables
             for table, ids, rows in batch.changes:
                 self._tables[table].index_copy_(0, ids, rows)
             self._state = state

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from cnr_store.errors import BadInput, MissingDependency, Unsupported
 from cnr_store.runtime.arguments import checked_choice
 from cnr_store.serving.rows.fused_kernels import fused_row_bytes
-from cnr_store.serving.sinks.positions import check_dense_tables, check_positions
+from cnr_store.serving.sinks.positions import check_batch, check_positions
 from cnr_store.serving.sinks.protocol import SinkState, SinkTable
 from cnr_store.serving.sinks.stored_rows import StoredAs, check_rows, rows_to_bytes
 from cnr_store.types import Float32s, RowIds
@@ -116,9 +116,7 @@ class FusedRows:
         BadInput
             A batch of changes, where nothing was committed.
         """
-        if not (full or self._state):
-            raise BadInput(f"{self._name} has no rows yet: its first batch must be a full one")
-        check_dense_tables(self._name, tables)
+        check_batch(self._name, tables, full=full, has_rows=self._state is not None)
         for table, shape in tables.items():
             tensor = self._tensors.get(table)
             width = fused_row_bytes(shape.dim, self.bits)

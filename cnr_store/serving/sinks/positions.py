@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cnr_store.errors import BadRowIds, TableNotFound, Unsupported
+from cnr_store.errors import BadInput, BadRowIds, TableNotFound, Unsupported
 from cnr_store.serving.sinks.protocol import SinkTable
 from cnr_store.types import RowIds
 
 
-def check_dense_tables(name: str, tables: Mapping[str, SinkTable]) -> None:
-    """Refuse hashed tables, whose keys are no positions; ``name`` is the sink's.
+def check_batch(name: str, tables: Mapping[str, SinkTable], *, full: bool, has_rows: bool) -> None:
+    """Refuse changes of nothing, and hashed tables, whose keys are no positions; ``name`` is the sink's.
 
     Raises
     ------
-    Unsupported
+    BadInput, Unsupported
     """
+    if not (full or has_rows):
+        raise BadInput(f"{name} has no rows yet: its first batch must be a full one")
     for table, shape in tables.items():
         if shape.num_rows is None:
             raise Unsupported(
@@ -34,7 +36,7 @@ def check_positions(name: str, tables: Mapping[str, SinkTable], table: str, row_
     if table not in tables:
         raise TableNotFound(f"{name} has no table {table!r}; it has {sorted(tables)}", table=table)
     num_rows = tables[table].num_rows
-    assert num_rows is not None  # `check_dense_tables`
+    assert num_rows is not None  # `check_batch`
     if len(row_ids) and not 0 <= row_ids.min() <= row_ids.max() < num_rows:
         raise BadRowIds(
             f"rows {row_ids.min()} to {row_ids.max()} of table {table!r} are not all in [0, {num_rows})",
