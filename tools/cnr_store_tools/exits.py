@@ -97,9 +97,7 @@ def guarded(command: Callable[[], Any], *, as_json: bool, debug: bool) -> int:
     except KeyboardInterrupt:
         result = ExitCode.INTERRUPTED
     except _ReaderGone:
-        # Python flushes these again at exit; that must not raise.
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        _discard_unwritable()
         return ExitCode.BROKEN_PIPE
     except OSError as error:
         return _fail(ExitCode.STORAGE, "os_error", str(error), {}, as_json=as_json, debug=debug)
@@ -189,10 +187,24 @@ def _fail(code: ExitCode, kind: str, message: str, details: dict[str, Any], *, a
         traceback.print_exc(file=sys.stderr)
     if as_json:
         document = {"error": {"kind": kind, "message": message, "details": details, "exit_code": int(code)}}
-        sys.stdout.write(json.dumps(document, default=str) + "\n")
-    else:
+        try:
+            sys.stdout.write(json.dumps(document, default=str) + "\n")
+            sys.stdout.flush()
+        except OSError:  # the output is full or gone: its error can be read at stderr only
+            as_json = False
+    if not as_json:
         sys.stderr.write(f"error: {one_line(message)}\n")
+    _discard_unwritable()
     return code
+
+
+def _discard_unwritable() -> None:
+    """Discard output that cannot be written: Python flushes it again at exit, and would exit with 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class _ReaderGone(Exception):
