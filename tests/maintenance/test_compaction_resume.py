@@ -375,7 +375,7 @@ def test_a_crash_at_any_call_leaves_a_whole_state_and_a_run_to_resume() -> None:
 def test_a_lease_is_live_until_its_end_and_each_sign_of_life_moves_that(store: Store, training: Training) -> None:
     now = [1_000]
     place = LeasePlace(store.storage, store.internals.log, lambda: now[0])
-    held = place.hold(leases.new_lease(["a", "b"], 3, "0" * 64, "host:1"), 60.0)
+    held = leases.HeldLease(place, leases.new_lease(["a", "b"], 3, "0" * 64, "host:1"), 60.0)
 
     def found() -> leases.CompactionLease:
         lease = place.read()

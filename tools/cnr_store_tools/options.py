@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 import typer
 
-from cnr_store import BadInput, KeepBest, Snapshot, Store
+from cnr_store import BadInput, KeepBest, Store
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="The store: a local path, s3://..., gs://..., abfs://...")]
 StorageOptions = Annotated[
@@ -204,19 +204,6 @@ def place_options(texts: Sequence[str] | None) -> PlaceOptions:
 def open_store(url: str, storage_options: Sequence[str] | None, branch: str | None = None) -> Store:
     """Return the opened store, or its branch, of a command."""
     return Store.open(url, branch=branch, **place_options(storage_options))
-
-
-def open_snapshot(
-    store: Store, version: int | None, step: int | None, tag: str | None, channel: str | None
-) -> Snapshot:
-    """Return the snapshot of a command.
-
-    Raises
-    ------
-    BadInput
-        More than one of the four is given.
-    """
-    return store.snapshot(version, step=step, tag=tag, channel=channel)
 
 
 def named_version(store: Store, version: int | None, step: int | None, tag: str | None = None) -> int | None:

@@ -78,10 +78,6 @@ class LeasePlace:
         """Return whether the lease has not expired, so its holder may be active."""
         return 0 < lease.expires_ms - self._clock_ms() <= MAX_LEASE_S * 1000
 
-    def hold(self, lease: CompactionLease, length_s: float) -> HeldLease:
-        """Write the lease and return it as the one that this call owns. One PUT."""
-        return HeldLease(self, lease, length_s)
-
     def put(self, lease: CompactionLease, length_s: float) -> None:
         """Write the lease, to expire in ``length_s`` seconds, at most a day. Ignores storage failures."""
         try:
@@ -92,7 +88,7 @@ class LeasePlace:
 
 
 class HeldLease:
-    """The lease of a compaction in this process. Each method renews it with one PUT."""
+    """The lease of a compaction in this process. Making it writes the lease; each method renews it with one PUT."""
 
     def __init__(self, place: LeasePlace, lease: CompactionLease, length_s: float) -> None:
         self.lease = lease

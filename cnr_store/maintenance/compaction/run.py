@@ -265,7 +265,7 @@ def _take_up(
         "%s: merging %d segments, %d bytes, into one %s: %s",
         store.url, len(described.run), described.bytes_in, described.kind, described.reason,
     )  # fmt: skip
-    held = place.hold(note, LEASE_S)
+    held = HeldLease(place, note, LEASE_S)
     try:
         return _Work(store, plan, held, options).carry_out(report)
     finally:

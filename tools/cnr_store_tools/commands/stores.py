@@ -19,7 +19,6 @@ from cnr_store_tools.options import (
     Tag,
     Url,
     Version,
-    open_snapshot,
     open_store,
     place_options,
 )
@@ -119,7 +118,7 @@ def show(
 ) -> None:
     """Show a version: its tables, its chain, and its bytes by kind (rows, codes, slots, ...)."""
     with open_store(url, storage_option, branch) as store:
-        document = _version(store, open_snapshot(store, version, step, tag, channel))
+        document = _version(store, store.snapshot(version, step=step, tag=tag, channel=channel))
     emit(document, _version_parts(document), as_json=json)
 
 

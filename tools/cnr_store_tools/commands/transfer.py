@@ -33,7 +33,6 @@ from cnr_store_tools.options import (
     Url,
     Version,
     check_bits,
-    open_snapshot,
     open_store,
     optional_size,
     place_options,
@@ -77,7 +76,7 @@ def export(
     """Write a version's tensors to safetensors, Parquet or npy files."""
     chosen = format or _SUFFIXES.get(path.suffix, "safetensors")
     with open_store(url, storage_option, branch) as store, progress_bars() as progress:
-        snapshot = open_snapshot(store, version, step, tag, channel)
+        snapshot = store.snapshot(version, step=step, tag=tag, channel=channel)
         report = export_snapshot(
             snapshot, path, format=chosen, tables=table, slots=slots, dense=dense, overwrite=overwrite,
             progress=partial(progress, "export"),

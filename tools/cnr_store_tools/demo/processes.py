@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import IO, Any, Literal
 
@@ -99,10 +99,8 @@ class WorkerProcess:
         except BrokenPipeError:
             pass  # It has ended; `has_ended` reports the reason.
 
-    def wait_for(self, name: str, timeout_s: float, on_wait: Callable[[], object] = lambda: None) -> Mapping[str, Any]:
+    def wait_for(self, name: str, timeout_s: float) -> Mapping[str, Any]:
         """Wait for an event of the current life and return its facts; blocks.
-
-        ``on_wait`` is called several times a second meanwhile.
 
         Raises
         ------
@@ -119,7 +117,6 @@ class WorkerProcess:
                 return found.facts
             if has_ended:
                 raise CnrStoreError(f"process {self.name!r} ended: {self.crashes[-1] if self.crashes else 'too early'}")
-            on_wait()
         raise CnrStoreError(f"process {self.name!r} did not report {name!r} within {timeout_s:.0f} s")
 
     def facts_of(self, name: str) -> list[Mapping[str, Any]]:

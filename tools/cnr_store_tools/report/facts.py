@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from cnr_store import (
     CommitRecord,
     CorruptStore,
-    LogReport,
     SegmentSizes,
     Snapshot,
     Store,
@@ -85,11 +84,6 @@ class StoreFacts:
     damage: str | None
     """Why the newest version could not be opened."""
     verified: VerifyReport | None
-
-    @property
-    def verified_logs(self) -> tuple[VerifyReport | LogReport, ...]:
-        """The store's own log and the branches that were read."""
-        return () if self.verified is None else (self.verified, *(one for one in self.verified.others if one.is_read))
 
 
 def read_facts(store: Store, *, verify: bool = False) -> StoreFacts:
