@@ -215,6 +215,9 @@ def test_maintain_compacts_expires_deletes_and_then_has_nothing_to_do(root: Path
 def test_maintain_for_people_has_a_line_for_each_part_and_the_sum(root: Path) -> None:
     done = cnr("maintain", root, "--max-chain", 2)
 
+    assert "compacted" in done.out
+    assert "nothing to compact" not in done.out
+    assert cnr("maintain", root, "--max-chain", 2).out.count("nothing to compact") == 2  # the log, the branch
     lines = done.out.splitlines()
     assert [line.split(":")[0] for line in lines if not line.startswith(" ")] == [
         "compact", "compact branch trial", "collect", str(root),

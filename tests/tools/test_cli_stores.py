@@ -172,6 +172,17 @@ def test_the_lines_of_show_before_its_tables_fit_a_narrow_terminal(root: Path) -
     assert all(len(line) <= 80 for line in lines[1:])
 
 
+def test_show_counts_the_documents_of_many_ranks_on_one_line(tmp_path: Path) -> None:
+    names = [f"{kind}/{rank}" for kind in ("reader", "rng", "trainer") for rank in range(64)]
+    with Store.create(str(tmp_path / "s"), fsync=False) as store, store.writer() as writer, writer.begin(step=1) as txn:
+        txn.write_table("user", np.ones((2, 2), np.float32))
+        for name in names:
+            txn.put_document(name, {})
+
+    assert "documents: 192 (reader, rng, trainer)\n" in cnr("show", tmp_path / "s", columns=80).out
+    assert sorted(cnr("show", tmp_path / "s", "--json").document["documents"]) == sorted(names)
+
+
 def test_version_names_the_package(tmp_path: Path) -> None:
     assert cnr("version", "--json").document["version"] == "0.1.0"
     assert cnr("version").out.startswith("cnr-store 0.1.0")

@@ -106,7 +106,13 @@ def export_parts(report: ExportReport) -> Iterator[Part]:
     yield f"wrote {size_text(report.size_bytes)} in {count_text(len(report.files), 'file')} to {report.path}"
 
 
-def compaction_text(report: CompactionReport) -> str:
+def compaction_texts(reports: Sequence[CompactionReport]) -> list[str]:
+    """Return a sentence for each compaction; that there is nothing to compact only if nothing was compacted."""
+    shown = [report for report in reports if report.outcome != "nothing"] or reports
+    return [_compaction_text(report) for report in shown]
+
+
+def _compaction_text(report: CompactionReport) -> str:
     """Return the result of one compaction in a sentence."""
     about = (
         f"{count_text(len(report.run), 'segment')}, {size_text(report.bytes_in)}, into one {report.kind} "
@@ -201,8 +207,7 @@ def maintenance_parts(report: MaintenanceReport) -> Iterator[Part]:
     for stage in report.stages:
         where = "" if stage.stage.branch is None else f" branch {stage.stage.branch}"
         yield f"{stage.stage.kind}{where}: {stage.outcome} in {duration_text(stage.duration_s)}"
-        for compaction in stage.compactions:
-            yield f"  {compaction_text(compaction)}"
+        yield from (f"  {text}" for text in compaction_texts(stage.compactions))
         if stage.collection is not None:
             yield f"  {gc_text(stage.collection)}"
         if stage.outcome == "skipped":

@@ -37,7 +37,7 @@ from cnr_store_tools.options import (
 )
 from cnr_store_tools.output import Document, emit, to_document
 from cnr_store_tools.progress import progress_bars
-from cnr_store_tools.render import compaction_text, gc_parts, maintenance_parts, place_text
+from cnr_store_tools.render import compaction_texts, gc_parts, maintenance_parts, place_text
 from cnr_store_tools.text import one_line
 
 if TYPE_CHECKING:
@@ -120,8 +120,7 @@ def compact(
         "bytes_in": sum(report.bytes_in for report in reports if report.outcome == "committed"),
         "bytes_out": sum(report.bytes_out for report in reports),
     }  # fmt: skip
-    shown = [report for report in reports if report.outcome != "nothing"] or reports
-    emit(document, (f"{place_text(document)}: {compaction_text(report)}" for report in shown), as_json=json)
+    emit(document, (f"{place_text(document)}: {text}" for text in compaction_texts(reports)), as_json=json)
     if last == "busy":
         raise typer.Exit(ExitCode.CONFLICT)
     if last != "nothing" and not (dry_run and last == "planned"):

@@ -211,9 +211,10 @@ def _version_parts(document: Document) -> Iterator[Part]:
     if stored:
         yield f"slots: {', '.join(sorted(stored))}"
     yield from rate_lines(document["rate"])
+    kinds = ", ".join(sorted({name.split("/")[0] for name in document["documents"]}))  # each rank has some of each kind
     yield (
         f"dense tensors: {len(document['dense'])}, scalars: {len(document['scalars'])}, "
-        f"documents: {', '.join(document['documents']) or 'none'}"
+        f"documents: {len(document['documents'])}{f' ({kinds})' if kinds else ''}"
     )
     total = {
         **document, "segment": "", "kind": "all", "step": None, "rows": sum(item["rows"] for item in document["chain"])
