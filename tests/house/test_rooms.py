@@ -71,6 +71,7 @@ TOOLS_MAY_IMPORT = {
     "cnr_store.integrations.folder_watch",
     "cnr_store.integrations.ray",
     "cnr_store.integrations.redis",
+    "cnr_store.integrations.torcheasyrec",
 }
 
 # Packages that belong to some rooms only. Tools may use whatever they like of these, except backends.

@@ -19,12 +19,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from cnr_store import Store
 from cnr_store.training import CheckpointManager, SavePolicy
 from tests.support.pages import DOCS, python_blocks, run_example
+from tests.support.torcheasyrec_dump import Chunk, rows_of, write_dump
 from tests.tools.cli_runner import cnr
 
 RECIPES = python_blocks(DOCS / "recipes.md")
 SCHEDULER, METRICS, LOGGING, SIGTERM, NAMES, FENCED, SLOTS = RECIPES
 MIGRATE = DOCS / "migrate.md"
-TORCH_SAVE, DCP, THROUGH, BACK = python_blocks(MIGRATE)
+TORCH_SAVE, DCP, THROUGH, DUMP, BACK = python_blocks(MIGRATE)
 IMPORTS = re.findall(r"^    (cnr import .*)$", MIGRATE.read_text(), re.MULTILINE)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -175,10 +176,22 @@ def test_a_checkpoint_is_moved_through_the_model(training: dict[str, Any]) -> No
 def test_weights_of_safetensors_are_imported(training: dict[str, Any]) -> None:
     safetensors.torch.save_file({"emb.weight": torch.ones(1000, 4)}, "model.safetensors")
 
-    assert cnr(*shlex.split(IMPORTS[2])[1:]).code == 0
+    assert cnr(*shlex.split(IMPORTS[3])[1:]).code == 0
 
     with Store.open("run-4") as store:
         assert list(store.snapshot().tables) == ["emb.weight"]
+
+
+def test_a_dump_of_torcheasyrec_is_imported(training: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    write_dump(Path("model_dir/delta_embedding_dump"), 100, [[Chunk("ebc.user", rows_of(1, [5, 7], 4))]])
+
+    assert cnr(*shlex.split(IMPORTS[2])[1:]).code == 0
+    with Store.create("run-6", fsync=False) as store:
+        run_example(DUMP, training | {"store": store})
+
+    assert capsys.readouterr().out == "(100,) 2 0\n"
+    with Store.open("run-5") as store:
+        assert store.snapshot().table("ebc.user").read_all()[0].tolist() == [5, 7]
 
 
 def test_an_on_save_that_raises_does_not_stop_the_training(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -43,7 +44,7 @@ from cnr_store_tools.render import export_parts
 from cnr_store_tools.text import count_text, size_text, time_text
 
 ExportFormat = Literal["safetensors", "parquet", "npy"]
-ImportFormat = Literal["safetensors", "parquet", "npy", "torch", "dcp"]
+ImportFormat = Literal["safetensors", "parquet", "npy", "torch", "dcp", "torcheasyrec"]
 Bandwidth = Annotated[
     str | None, typer.Option("--bandwidth", metavar="SIZE", help="Maximum bytes per second to copy: 200MiB.")
 ]
@@ -89,8 +90,8 @@ def import_(
     path: Annotated[
         Path,
         typer.Argument(
-            help="A safetensors file, a folder of an earlier export (Parquet, npy), a file of torch.save, or a folder "
-            "of torch.distributed.checkpoint (both without pickle)."
+            help="A safetensors file, a folder of an earlier export (Parquet, npy), a file of torch.save or a folder "
+            "of torch.distributed.checkpoint (both without pickle), or TorchEasyRec's folder of dumped deltas."
         ),
     ],
     format: Annotated[  # noqa: A002 - the option's name
@@ -98,8 +99,8 @@ def import_(
         typer.Option(
             "--format",
             "-f",
-            help="Default: a folder with a .metadata is of DCP, another is an export; a file is safetensors by its "
-            "suffix, else of torch.",
+            help="Default: a folder with a .metadata is of DCP, with files of steps of TorchEasyRec, another is an "
+            "export; a file is safetensors by its suffix, else of torch.",
         ),
     ] = None,
     table: Annotated[
@@ -142,13 +143,14 @@ def import_(
     """Commit the tensors of a file as a baseline. Fences a writer that is open elsewhere.
 
     Optimizer state in a file of torch.save or DCP is stored with the tables that it belongs to: a CheckpointManager
-    resumes the training, with --exact to the last bit.
+    resumes the training, with --exact to the last bit. Each step that TorchEasyRec dumped becomes a version; those that
+    the store has are skipped.
     """
     options = _table_options(exact, bits, max_error)
     if not path.exists():
         raise NotFound(f"there is no file {path}", path=str(path))
     chosen = format or _import_format(path)
-    if path.is_dir() != (chosen in ("parquet", "npy", "dcp")):
+    if path.is_dir() != (chosen in ("parquet", "npy", "dcp", "torcheasyrec")):
         raise BadInput(f"{path} is a {'folder' if path.is_dir() else 'file'}, which format {chosen} is not")
     save: Callable[..., ImportReport] = partial(import_tensors, source=path)
     if chosen in ("torch", "dcp"):
@@ -158,6 +160,11 @@ def import_(
         save = partial(import_checkpoint, source=load_checkpoint(path, model=model, extras=extra or (), reader=reader))
     elif model or extra or reader:
         raise BadInput("--model, --extra and --reader are for files of torch.save and for folders of DCP")
+    if chosen == "torcheasyrec":
+        if table or step is not None:
+            raise BadInput("--table and --step are not for a dump of TorchEasyRec: its files name tables and steps")
+        _import_dump(url, path, options, storage_option, create=create, replace=replace, json=json)
+        return
     with _open_or_create(url, storage_option, create=create) as store, progress_bars() as progress:
         report = save(
             store, step=step, tables=table, options=options, replace=replace, progress=partial(progress, "import")
@@ -165,10 +172,35 @@ def import_(
     emit({"url": store.url, **to_document(report)}, _import_parts(store.url, report), as_json=json)
 
 
+def _import_dump(
+    url: str, path: Path, options: TableOptions | None, storage_option: list[str] | None, *, create: bool,
+    replace: bool, json: bool,
+) -> None:  # fmt: skip
+    from cnr_store.integrations.torcheasyrec import import_dump
+
+    with _open_or_create(url, storage_option, create=create) as store, progress_bars() as progress:
+        report = import_dump(store, path, options=options, replace=replace, progress=partial(progress, "import"))
+    lines = [f"skipped {count_text(len(report.skipped), 'step')}: not after the step that the store had"]
+    if report.versions:
+        made = f"versions {report.versions[0]} to {report.versions[-1]}, steps {report.steps[0]} to {report.steps[-1]}"
+        read = f"{count_text(report.rows, 'row')} and {count_text(report.evicted, 'eviction')}"
+        size = size_text(report.size_bytes)
+        lines.insert(0, f"{store.url}: committed {made}: {read} of {count_text(len(report.tables), 'table')}, {size}")
+    emit({"url": store.url, **to_document(report)}, lines[: 1 + bool(report.skipped)], as_json=json)
+
+
 def _import_format(path: Path) -> ImportFormat:
     if path.is_dir():
-        return "dcp" if (path / ".metadata").is_file() else "npy"  # the export's index says parquet or npy
+        if (path / ".metadata").is_file():
+            return "dcp"
+        # The index of an export says parquet or npy.
+        return "torcheasyrec" if _looks_dumped(path) else "npy"
     return "safetensors" if path.suffix == ".safetensors" else "torch"
+
+
+def _looks_dumped(folder: Path) -> bool:
+    """Whether a folder has files of steps of TorchEasyRec; an export has none of these names."""
+    return any(chain(folder.glob("*_step_*.parquet"), folder.glob("step_*/*_step_*.parquet")))
 
 
 def _import_parts(url: str, report: ImportReport) -> Iterator[str]:
