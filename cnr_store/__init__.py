@@ -49,6 +49,7 @@ from cnr_store.maintenance.repair import LostState, RepairAction, RepairReport, 
 from cnr_store.maintenance.status import HeadStatus, LastMaintenance, StoreStatus, read_status
 from cnr_store.maintenance.verify import LogReport, Problem, VerifyReport, verify_store
 from cnr_store.read.compare import TableDifference, compare_tables
+from cnr_store.read.id_maps import IdMap, read_id_map
 from cnr_store.read.snapshot import Snapshot, TableView
 from cnr_store.runtime.ranks import Ranks
 from cnr_store.segment.chunk_cache import CacheCounts, ChunkCache
@@ -78,6 +79,8 @@ __all__ = [
     "collect_garbage",
     "KeepBest",
     "TableDifference",
+    "IdMap",
+    "read_id_map",
     "compare_tables",
     "RetentionPolicy",
     "GcReport",

@@ -33,7 +33,7 @@ PUBLIC = {
         maintain MaintenanceReport StageReport Stage
         compact CompactionPolicy CompactionReport
         read_status StoreStatus HeadStatus LastMaintenance
-        collect_garbage RetentionPolicy KeepBest compare_tables TableDifference GcReport Lease
+        collect_garbage RetentionPolicy KeepBest compare_tables TableDifference read_id_map IdMap GcReport Lease
         segment_sizes total_sizes fp32_bytes SegmentSizes
         export_snapshot ExportReport ExportedTensor import_tensors ImportReport TensorFile TensorSpec
         copy_store StoreCopyReport

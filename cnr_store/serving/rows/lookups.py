@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, CnrStoreError, TableNotFound
+from cnr_store.read.id_maps import checked_map, map_names
 from cnr_store.segment.codes import Array
 from cnr_store.serving.rows.board import Board
 from cnr_store.serving.rows.served_table import RowKind
@@ -38,7 +39,7 @@ class LookupBatch:
         The dense tensors that were asked for; not to be written.
     missing
         Table to bool (n,) where ids are absent; None where all are there. Tables whose values are found by position
-        have a row for every id.
+        have a row for every id. Of raw ids those without a row of their own: they have the row that all such ids share.
     """
 
     version: int
@@ -77,6 +78,7 @@ class Lookups:
         ids: Mapping[str, npt.ArrayLike],
         dense: Sequence[str] = (),
         out: Mapping[str, Array] | None = None,
+        by_raw_id: Collection[str] = (),
     ) -> LookupBatch:
         """Return rows of some tables and dense tensors, all of one version, the newest.
 
@@ -88,6 +90,8 @@ class Lookups:
             Names of dense tensors.
         out
             Table to an array for its rows, C-contiguous; a table that is not named gets a new one.
+        by_raw_id
+            Tables whose ids are raw ids; the map of the same version finds their rows (`cnr_store.read.id_maps`).
 
         Raises
         ------
@@ -99,7 +103,7 @@ class Lookups:
             started = time.monotonic()
             view, board = self._source.newest_view()
             try:
-                batch = lookup_in(view, ids, dense, out)
+                batch = lookup_in(view, ids, dense, out, by_raw_id)
             except CnrStoreError:
                 # Rows that are being merged can look like anything; an error counts if the view was whole.
                 if board.is_whole(view.epoch):
@@ -146,16 +150,24 @@ class TableLookups:
         row_ids: Mapping[str, npt.ArrayLike],
         dense: Sequence[str] = (),
         out: Mapping[str, Array] | None = None,
+        *,
+        by_raw_id: Collection[str] = (),
     ) -> LookupBatch:
         """Return rows of several tables, and dense tensors, all of one version: the newest.
+
+        ``by_raw_id``: tables whose ids are raw ids of a managed-collision module (TorchRec's ZCH). Its map of the same
+        version finds their rows; ids without one have the row that the module gives them, and are ``missing``.
 
         Raises
         ------
         TableNotFound, BadRowIds, BadShape, BadDtype
+        DoesNotApply
+            The map of a table is of another number of rows.
         VersionNotFound
             It is closed.
         """
-        return self._lookups.lookup(row_ids, dense, None if out is None else {t: as_array(o) for t, o in out.items()})
+        arrays = None if out is None else {table: as_array(one) for table, one in out.items()}
+        return self._lookups.lookup(row_ids, dense, arrays, by_raw_id)
 
 
 def as_array(out: Any) -> Array:
@@ -180,6 +192,7 @@ def lookup_in(
     ids: Mapping[str, npt.ArrayLike],
     dense: Sequence[str] = (),
     out: Mapping[str, Array] | None = None,
+    by_raw_id: Collection[str] = (),
 ) -> LookupBatch:
     """Return rows of one given view as `Lookups.lookup` does, unchecked: a candidate's, on the publisher's thread."""
     rows: dict[str, Array] = {}
@@ -188,12 +201,19 @@ def lookup_in(
         table = view.table(name)
         kind = table.base.kind
         keys = checked_ids(wanted, name)
+        is_known = None
+        if name in by_raw_id:
+            names = map_names(name, view.dense)
+            keys, is_known = checked_map(name, table.schema.num_rows, names, view.dense).find(keys)
         into = checked_out(None if out is None else out.get(name), len(keys), kind, name)
         can_miss = table.base.index is not None or kind.kept_as == "codes"
         flags = np.empty(len(keys), np.bool_) if can_miss else None
         absent = table.read(keys, into, flags)
         rows[name] = into
-        missing[name] = flags if absent else None
+        gone = flags if absent else None
+        if is_known is not None and not is_known.all():
+            gone = ~is_known if gone is None else gone | ~is_known
+        missing[name] = gone
     return LookupBatch(
         view.version, view.step, view.epoch, rows, {name: _tensor(view, name) for name in dense}, missing
     )

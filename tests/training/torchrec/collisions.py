@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,12 @@ from torchrec.modules.mc_modules import (
     MCHEvictionPolicy,
     MCHManagedCollisionModule,
 )
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from cnr_store import TableOptions
+from cnr_store import Store, TableOptions, read_id_map
 from cnr_store.errors import BadInput
 from cnr_store.integrations.torchrec.collisions import ManagedCollisionState
+from cnr_store.serving import Loader
 from cnr_store.training import CheckpointManager
 from tests.training.runs import assert_same
 
@@ -60,6 +62,39 @@ class Collided(nn.Module):
             str(folder), model=self, optimizer=self.optimizer, options=TableOptions.exact(), every_steps=4,
             extras={"collisions": ManagedCollisionState(self)},
         )  # fmt: skip
+
+
+def check_raw_ids(folder: Path) -> None:
+    """Rows that are found by raw id in a version are those that the module gave when it was saved."""
+    asked = torch.cat([torch.arange(-3, IDS + 3), torch.tensor([2**63 - 1, -(2**63)])])
+    for policy in (DistanceLFU_EvictionPolicy, LRU_EvictionPolicy):
+        place = folder / policy.__name__
+        model = Collided(policy(), 0)
+        [table] = [name for name in model.state_dict() if name.endswith("embedding_bags.t.weight")]
+        [collisions] = [one for one in model.modules() if isinstance(one, MCHManagedCollisionModule)]
+        rows_of = {}
+        with closing(model.manager(place)) as manager, Store.open(str(place)) as store, Loader(store) as loader:
+            for step in range(STOP):
+                model.train_to(step, step + 1, manager)
+                manager.wait_until_finished()
+                if manager.history and manager.history[-1].step == step + 1:
+                    given = {"t": JaggedTensor(asked, lengths=torch.tensor([len(asked)]))}
+                    rows = collisions.remap(given)["t"].values()
+                    weight = model.state_dict()[table]
+                    rows_of[manager.history[-1].version] = (weight[rows].clone().numpy(), rows.numpy())
+                    loader.poll()
+                    batch = loader.lookup_many({table: asked.numpy()}, by_raw_id=[table])
+                    assert (batch.version, batch.step) == (manager.history[-1].version, step + 1)
+                    assert (batch.rows[table] == rows_of[batch.version][0]).all()
+            assert len(rows_of) > 2
+            assert len({rows.tobytes() for _, rows in rows_of.values()}) == len(rows_of), "every map is another one"
+            for version, (values, rows) in rows_of.items():
+                snapshot = store.snapshot(version)
+                row_ids, is_known = read_id_map(snapshot, table).find(asked.numpy())
+                assert row_ids.tolist() == rows.tolist()
+                assert (snapshot.table(table).read_rows(row_ids) == values).all()
+                assert (rows[~is_known] == ROWS - 1).all()
+                assert 0 < is_known.sum() < len(asked)
 
 
 def check(folder: Path) -> None:

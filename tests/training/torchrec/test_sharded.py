@@ -36,6 +36,7 @@ CHECKS: dict[str, tuple[int, ...]] = {
     "several_shards_behind_a_dense_kernel_are_refused": (1,),
     "unsharded_collections_are_plain_models": (1,),
     "unsharded_managed_collision_resumes": (1,),
+    "rows_are_found_by_raw_id": (1,),
     "only_the_largest_pooled_values_are_exchanged": (2, 4),
     "codecs_of_largest_values_refuse_what_they_cannot_do": (1,),
 }

@@ -472,6 +472,12 @@ def unsharded_managed_collision_resumes(rank: int, world: int) -> None:
         collisions.check(Path(folder))
 
 
+@check(1)
+def rows_are_found_by_raw_id(rank: int, world: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        collisions.check_raw_ids(Path(folder))
+
+
 TOP_K_TABLES = (TableSpec("t0", 30, 8, ("f0",)), TableSpec("t1", 20, 16, ("f1",)), TableSpec("t2", 9, 16, ("f0",)))
 
 
