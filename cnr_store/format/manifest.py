@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import msgspec
 
 from cnr_store.errors import BadName, CorruptObject, CorruptStore, NewerFormat
 from cnr_store.format.arrays import chunk_count, object_count, object_paths
-from cnr_store.format.documents import decode_document, loads, sha256, unpack
+from cnr_store.format.documents import decode_document, loads, sha256, text_of, unpack
 from cnr_store.format.fields import Name
 from cnr_store.format.layout import array_path, segment_name
 from cnr_store.format.manifest_checks import entry_problems, manifest_problems
@@ -21,9 +20,11 @@ from cnr_store.format.records import (
     ChainEntry,
     DenseEntry,
     DocumentEntry,
+    ListLine,
     Manifest,
     ObjectEntry,
     PartEntry,
+    PartLine,
     PartPlace,
     RowListEntry,
     SegmentDocument,
@@ -75,31 +76,32 @@ def expand(written: Written) -> Expanded:
     dense = [entry for group in written.dense_arrays for entry in _arrays_of(group, objects).values()]
     if len(groups) != len(written.groups):
         raise ValueError("a group of arrays is listed twice")
-    begun: Counter[str] = Counter()
-    parts = []
-    for line in written.parts:
-        lists: dict[str, Any] = {}
-        given = (("add", line.add), ("set", line.set), ("delete", line.delete), ("escape", line.escape))
-        for operation, row_list in given:
-            if row_list is not None:
-                path, count = row_list.group, row_list.count
-                if path not in groups:
-                    raise ValueError(f"part {line} has rows in {path}, which is no group of arrays")
-                lists[operation] = RowListEntry(
-                    count=count, first=row_list.first, last=row_list.last, group=groups[path], start=begun[path]
-                )
-                begun[path] += count
-        parts.append(
-            PartEntry(
-                table=line.table, rows=line.rows, columns=line.columns, base_digest=line.base_digest,
-                state_digest=line.state_digest, **lists,
-            )
-        )  # fmt: skip
+    begun = dict.fromkeys(groups, 0)
+
+    def placed(line: PartLine, own: ListLine) -> RowListEntry:
+        path, count = own.group, own.count
+        if path not in groups:
+            raise ValueError(f"part {line} has rows in {path}, which is no group of arrays")
+        start = begun[path]
+        begun[path] += count
+        return RowListEntry(count=count, first=own.first, last=own.last, group=groups[path], start=start)
+
+    parts = tuple(
+        PartEntry(
+            table=line.table, rows=line.rows, columns=line.columns, base_digest=line.base_digest,
+            state_digest=line.state_digest,
+            add=None if line.add is None else placed(line, line.add),
+            set=None if line.set is None else placed(line, line.set),
+            delete=None if line.delete is None else placed(line, line.delete),
+            escape=None if line.escape is None else placed(line, line.escape),
+        )
+        for line in written.parts
+    )  # fmt: skip
     for group in written.groups:
         if begun[group.path] != group.rows:
             raise ValueError(f"the lists of group {group.path} have {begun[group.path]} rows, its arrays {group.rows}")
     arrays = tuple(entry for entries in groups.values() for entry in entries.values())
-    return Expanded(tuple(parts), arrays, tuple(dense), tuple(objects))
+    return Expanded(parts, arrays, tuple(dense), tuple(objects))
 
 
 def _arrays_of(group: ArrayGroup, objects: list[ObjectEntry]) -> dict[str, ArrayEntry]:
@@ -165,6 +167,24 @@ def decode_text(text: bytes, where: str) -> Manifest:
         _check_format(decode_document(text, dict, where).get("format"), where)  # a newer one may look otherwise
         raise
     _check_format(document.format, where)
+    return _checked(document, where)
+
+
+def as_read(document: SegmentDocument, known: Mapping[str, TableSchema], where: str) -> Manifest:
+    """Return `decode_text` of `text_of` a document of this process, of which not everything is parsed again.
+
+    Parts are not, because what they consist of was made, or parsed from a receipt, by this library. Nor are schemas
+    that are the same objects in ``known``, which were parsed before. All else may be as a caller gave it.
+    """
+    new = {name: schema for name, schema in document.tables.items() if known.get(name) is not schema}
+    text = text_of(msgspec.structs.replace(document, parts=(), tables=new))
+    parsed = _document_of(text, where)
+    tables = {name: parsed.tables.get(name) or known[name] for name in sorted(document.tables)}
+    return _checked(msgspec.structs.replace(parsed, parts=document.parts, tables=tables), where)
+
+
+def _checked(document: SegmentDocument, where: str) -> Manifest:
+    """Return the manifest of a document whose fields have their types; raises as `decode_manifest`."""
     try:
         manifest = resolved(document)
         problem = next(manifest_problems(manifest), None)

@@ -346,10 +346,11 @@ class ArrayGroup(msgspec.Struct, frozen=True, kw_only=True):
     arrays: dict[ArrayName, StoredArray]
 
 
-class ListLine(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class ListLine(msgspec.Struct, kw_only=True, gc=False):
     """One row list of a part: ``count`` rows of the group at path ``group``, after the rows of earlier parts.
 
-    ``first[k]``, ``last[k]``: first and last row id (inclusive) in the k-th chunk that has rows of the list.
+    ``first[k]``, ``last[k]``: first and last row id (inclusive) in the k-th chunk that has rows of the list; a writer
+    sets them as it makes the chunks.
     """
 
     group: KeyPath

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from cnr_store.encodings import row_kernels
 from cnr_store.format import arrays
 from cnr_store.format.layout import array_path
-from cnr_store.format.records import ArrayEntry, ListLine, PartLine, PartPlace
+from cnr_store.format.records import ArrayEntry, ListLine
 from cnr_store.segment.codes import Array, ArraySpec
 
 Blocks = dict[str, npt.NDArray[Any]]
@@ -80,35 +80,6 @@ class RowList:
         return self.count >= self.full_chunk_rows
 
 
-class WrittenList(msgspec.Struct, eq=False, gc=False):
-    """A row list of a segment in the making; its ranges are known when its chunks are."""
-
-    group: str
-    count: int
-    first: tuple[int, ...] = ()
-    last: tuple[int, ...] = ()
-
-    def line(self) -> ListLine:
-        """Return the list's entry of the manifest. All its rows must be in chunks."""
-        return ListLine(group=self.group, count=self.count, first=self.first, last=self.last)
-
-
-class WrittenPart(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A part of a segment in the making: where it is, and its lists by operation."""
-
-    place: PartPlace
-    lists: Mapping[str, WrittenList]
-
-    def line(self) -> PartLine:
-        """Return the manifest's line, once all rows are in chunks."""
-        place = self.place
-        lists: dict[str, Any] = {operation: one.line() for operation, one in self.lists.items()}
-        return PartLine(
-            table=place.table, rows=place.rows, columns=place.columns,
-            base_digest=place.base_digest, state_digest=place.state_digest, **lists,
-        )  # fmt: skip
-
-
 @dataclass(frozen=True, slots=True)
 class GroupShape:
     """Operation, array dtypes and widths, and order: row lists with equal shapes may share arrays."""
@@ -154,7 +125,7 @@ def _shape_of(
 class _Waiting:
     """Row lists end to end that are not in a chunk yet, and how many rows each has left."""
 
-    lists: list[WrittenList]
+    lists: list[ListLine]
     counts: npt.NDArray[np.int64]
     blocks: Blocks
 
@@ -203,10 +174,10 @@ class SharedGroup:
         """Rows per chunk: of a full one, or all rows where they fill none."""
         return min(self._full, self.rows)
 
-    def append(self, joined: RowList, counts: Sequence[int]) -> list[WrittenList]:
+    def append(self, joined: RowList, counts: Sequence[int]) -> list[ListLine]:
         """Copy small lists, which stand end to end in ``joined`` with ``counts`` rows each, into the buffer."""
         produced = {name: block.copy() for name, block in joined.produce(0, joined.count).items()}
-        written = [WrittenList(self.path, count) for count in counts]
+        written = [ListLine(group=self.path, count=count, first=(), last=()) for count in counts]
         self._waiting.append(_Waiting(written, np.array(counts, np.int64), produced))
         self.waiting_rows += joined.count
         self.rows += joined.count

@@ -23,15 +23,17 @@ from cnr_store.format import arrays, layout
 from cnr_store.format.documents import compressed, nests_deeper, pack, sha256, text_of
 from cnr_store.format.layout import array_path
 from cnr_store.format.limits import MAX_MANIFEST_BYTES, MAX_OWN_DOCUMENT_BYTES, MAX_USER_NESTING
-from cnr_store.format.manifest import decode_text
+from cnr_store.format.manifest import as_read
 from cnr_store.format.manifest_state import changes_of
 from cnr_store.format.records import (
     ArrayEntry,
     ArrayGroup,
     DocumentEntry,
+    ListLine,
     Manifest,
     ObjectDigest,
     ObjectEntry,
+    PartLine,
     Receipt,
     SegmentDocument,
     Shards,
@@ -40,7 +42,7 @@ from cnr_store.format.records import (
     TensorLine,
 )
 from cnr_store.runtime.threads import Throttle, Workers, blocks
-from cnr_store.segment.groups import GroupShape, RowList, SharedGroup, WrittenList, WrittenPart
+from cnr_store.segment.groups import GroupShape, RowList, SharedGroup
 from cnr_store.segment.packs import Pack, check_dense_dtype, tensor_digests
 from cnr_store.storage import Content, Storage, object_digest
 from cnr_store.types import JsonValue
@@ -77,7 +79,7 @@ class SegmentWriter:
         self._small: dict[str, msgspec.Raw] = {}
         self._kept: list[str] = []
 
-    def write_row_list(self, operation: str, row_list: RowList) -> WrittenList:
+    def write_row_list(self, operation: str, row_list: RowList) -> ListLine:
         """Write one row list, which is not empty: into arrays of its own, or into those that small ones share.
 
         Memory: the blocks of two chunks per thread; of small lists of each shape one chunk until `finish`; and what is
@@ -88,7 +90,7 @@ class SegmentWriter:
         [written] = self.write_small_lists(operation, row_list, [row_list.count])
         return written
 
-    def write_small_lists(self, operation: str, joined: RowList, counts: Sequence[int]) -> list[WrittenList]:
+    def write_small_lists(self, operation: str, joined: RowList, counts: Sequence[int]) -> list[ListLine]:
         """Write row lists of many tables, end to end in ``joined``, into arrays that small ones share.
 
         ``counts``: the rows of each, none 0, and none so many that the list `is_large`. Memory: as `write_row_list`.
@@ -107,13 +109,13 @@ class SegmentWriter:
         self._numbers[operation] += 1
         return f"{self.folder}.{operation}-{number}"
 
-    def _write_large(self, shape: GroupShape, row_list: RowList) -> WrittenList:
+    def _write_large(self, shape: GroupShape, row_list: RowList) -> ListLine:
         """Write a list chunk by chunk into arrays of its own.
 
         If that fails, they remain, and the list may be written again, to other paths: another process that does the
         same work may have committed the first ones, which must not be overwritten with other bytes.
         """
-        written = WrittenList(self._next_group(shape.operation), row_list.count)
+        written = ListLine(group=self._next_group(shape.operation), count=row_list.count, first=(), last=())
         self._attempts.add(written.group)
         chunk_rows = row_list.chunk_rows
         planned = shape.arrays_at(written.group, row_list.count, chunk_rows)
@@ -241,7 +243,7 @@ class SegmentWriter:
         self._kept.append(name)
 
     def finish(
-        self, *, txn: str, rank: int, world: int, attempt: str, base: int, l0: int, parts: Sequence[WrittenPart],
+        self, *, txn: str, rank: int, world: int, attempt: str, base: int, l0: int, parts: Sequence[PartLine],
         syncs: bool = True,
     ) -> Receipt:  # fmt: skip
         """Put everything that is buffered, make all objects durable, and return the receipt. Blocks.
@@ -264,7 +266,7 @@ class SegmentWriter:
         inside = {path for entries in whole for one in entries.values() for path in arrays.object_paths(one)}
         return Receipt(
             txn=txn, rank=rank, world=world, attempt=attempt, base=base, l0=l0,
-            parts=tuple(part.line() for part in parts), groups=tuple(groups[path] for path in sorted(groups)),
+            parts=tuple(parts), groups=tuple(groups[path] for path in sorted(groups)),
             dense=self._dense, dense_arrays=tuple(packs), documents=self._documents, small=self._small,
             kept=tuple(sorted(self._kept)),
             objects=tuple(self._objects[path] for path in sorted(self._objects) if path not in inside),
@@ -328,12 +330,16 @@ def _is_same_document(before: DocumentEntry, data: bytes) -> bool:
 
 
 def write_manifest(
-    storage: Storage, name: str, document: SegmentDocument, beside: Iterable[str] = ()
+    storage: Storage,
+    name: str,
+    document: SegmentDocument,
+    beside: Iterable[str] = (),
+    known: Mapping[str, TableSchema] = MappingProxyType({}),
 ) -> tuple[str, int, Manifest]:
     """Put the manifest durably; returns its sha256, its size, and what a reader makes of it.
 
     The segment is complete then, and still invisible. ``beside``: paths of its objects whose names become durable with
-    that of the manifest, each folder by one sync.
+    that of the manifest, each folder by one sync. ``known``: schemas that were read from manifests.
 
     Raises
     ------
@@ -343,7 +349,7 @@ def write_manifest(
     text = text_of(document)
     key = layout.segment_key(name, layout.MANIFEST)
     try:
-        manifest = decode_text(text, key)
+        manifest = as_read(document, known, key)
     except CorruptStore as error:
         raise BadInput(f"this cannot be saved, because no reader would take it: {error}", path=key) from error
     data = compressed(text)

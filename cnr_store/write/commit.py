@@ -183,7 +183,10 @@ class Commit:
             kind=draft.kind, l0=draft.l0, l1=l1, step=draft.step,
             scalars=dict(self._staged.documents.scalars), **merge_receipts(receipts, base, tables, tensors),
         )  # fmt: skip
-        digest, size, manifest = write_manifest(state.setup.storage, draft.segment, document, self._staged.paths)
+        known = {} if base is None else base.tables
+        digest, size, manifest = write_manifest(
+            state.setup.storage, draft.segment, document, self._staged.paths, known
+        )  # fmt: skip
         self.manifest = manifest
         self.size_bytes = size + sum(entry.size for entry in manifest.objects)
         return ChainEntry(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
+from operator import attrgetter
 
 from cnr_store.errors import BadInput, DoesNotApply
 from cnr_store.format.records import ChainEntry, CommitRecord, Manifest, PartPlace, Receipt, TableSchema
@@ -60,14 +61,16 @@ def check_receipts(receipts: Sequence[Receipt], *, txn: str, world: int, l0: int
 
 
 def _check_digests(receipts: Sequence[Receipt], base: Manifest) -> None:
+    times, before_of = _times(receipts), base.parts_of
     starts: dict[str, list[tuple[int, PartPlace]]] = {}
     for receipt in receipts:
         for start in receipt.parts:
+            ends = before_of.get(start.table, ())
+            if times[start.table] == len(ends) == 1 and start.base_digest == ends[0].state_digest:
+                continue  # nearly all tables
             starts.setdefault(start.table, []).append((receipt.rank, start))
     for table, parts in starts.items():
-        ends = base.parts_of.get(table, ())
-        if len(parts) == len(ends) == 1 and parts[0][1].base_digest == ends[0].state_digest:
-            continue  # nearly all tables
+        ends = before_of.get(table, ())
         mine = {Rectangle(one.rows, one.columns): (rank, one) for rank, one in parts}
         wanted = {Rectangle(one.rows, one.columns): one for one in ends}
         if len(mine) == len(wanted) == 1:  # a table in one part, which may have been resized
@@ -108,7 +111,7 @@ def check_coverage(receipts: Sequence[Receipt], tables: Mapping[str, TableSchema
     BadInput
         Naming the table that a rank did not write, or that two ranks wrote.
     """
-    times = Counter(part.table for receipt in receipts for part in receipt.parts)
+    times = _times(receipts)
     whole: set[str] = set()
     parts: list[dict[str, list[Rectangle]]] = []
     for receipt in sorted(receipts, key=lambda receipt: receipt.rank):
@@ -133,6 +136,11 @@ def check_coverage(receipts: Sequence[Receipt], tables: Mapping[str, TableSchema
                 f"{shapes.get(table)}; a table that no rank holds any more must be dropped",
                 table=table, expected=(schema.num_rows, schema.dim), found=shapes.get(table),
             )  # fmt: skip
+
+
+def _times(receipts: Sequence[Receipt]) -> Counter[str]:
+    """How many parts each table has."""
+    return Counter(chain.from_iterable(map(attrgetter("table"), receipt.parts) for receipt in receipts))
 
 
 def _check_cuts(table: str, ranges: set[tuple[int, int]]) -> None:

@@ -11,10 +11,10 @@ from cnr_store.encodings.digest import add_digests
 from cnr_store.encodings.widths import as_columns
 from cnr_store.errors import BadInput, BadRowIds, BadShape, DoesNotApply
 from cnr_store.format.layout import check_name
-from cnr_store.format.records import Manifest, PartPlace, TableSchema
+from cnr_store.format.records import ListLine, Manifest, PartLine, TableSchema
 from cnr_store.read.changed_rows import rows_since
 from cnr_store.segment.codes import Array, TableCodes, array_specs
-from cnr_store.segment.groups import RowList, WrittenList, WrittenPart, order_of
+from cnr_store.segment.groups import RowList, order_of
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.shards import Shard
 from cnr_store.segment.writer import SegmentWriter
@@ -49,7 +49,7 @@ class PartWriter:
 
     def __init__(self, out: SegmentWriter) -> None:
         self.out = out
-        self.entries: dict[Shard, dict[str, WrittenList]] = {}
+        self.entries: dict[Shard, dict[str, ListLine]] = {}
 
     def write_table(self, shard: Shard, whole: EncodedTable) -> None:
         """Write all rows of a shard: coded rows as ``set``, exact ones as ``escape``."""
@@ -90,14 +90,13 @@ class PartWriter:
             del self.entries[shard]
             self.entries[shard] = {"add": one}
 
-    def part(self, shard: Shard, schema: TableSchema, base_digest: int | None, state_digest: int | None) -> WrittenPart:
+    def part(self, shard: Shard, schema: TableSchema, base_digest: int | None, state_digest: int | None) -> PartLine:
         """Return this writer's rectangle of a table."""
         rectangle = shard.rectangle_in(schema)
-        place = PartPlace(
+        return PartLine(
             table=shard.table, rows=rectangle.rows, columns=rectangle.columns,
-            base_digest=_hex(base_digest), state_digest=_hex(state_digest),
+            base_digest=_hex(base_digest), state_digest=_hex(state_digest), **self.entries.get(shard, {}),
         )  # fmt: skip
-        return WrittenPart(place, self.entries.get(shard, {}))
 
 
 def _row_list(operation: str, encoded: EncodedRows, item: EncodedList) -> RowList:
@@ -415,7 +414,7 @@ class StagedTables:
 
     # ---- what becomes of it
 
-    def write_parts(self, base: Manifest | None) -> tuple[WrittenPart, ...]:
+    def write_parts(self, base: Manifest | None) -> tuple[PartLine, ...]:
         """Put what is not there yet, and return the parts of this rank's shards, as their lists were written. Blocks.
 
         ``base``: the manifest that the segment is a delta to.
@@ -435,7 +434,7 @@ class StagedTables:
         written = [shard for shard in self._parts.entries if shard in shards]
         return tuple(self._part(shard, base) for shard in dict.fromkeys([*written, *shards]))
 
-    def _part(self, shard: Shard, base: Manifest | None) -> WrittenPart:
+    def _part(self, shard: Shard, base: Manifest | None) -> PartLine:
         table, schema = shard.table, self._schemas.tables[shard.table]
         mirrors = self._state.mirrors
         before = None
@@ -480,16 +479,16 @@ class StagedTables:
                 mirrors.put(shard, whole.mirror, whole.digest)
             else:
                 mirrors.forget(shard)
-        moved = [(shard, mirrors.get(shard)) for shard in self._rows]
-        mirrored = [(shard, mirror) for shard, mirror in moved if mirror is not None]
-        changes = ((encoded, mirror) for shard, mirror in mirrored for encoded in self._rows[shard])
-        apply_rows(changes, self._state.setup.workers)
+        changes: list[tuple[EncodedRows, TableCodes]] = []
         for shard, rows in self._rows.items():
+            mirror, digest = mirrors.with_digest(shard)
             schema = self._schemas.tables[shard.table]
             if schema.keys == "hashed":
                 is_baseline = self._draft.kind == "baseline"
                 mirrors.move_keyed(shard, schema, rows, self._state.setup.workers, anew=is_baseline)
-        for shard, mirror in mirrored:
-            mirrors.put(shard, mirror, self._digests.get(shard, mirrors.digest(shard)))
+            if mirror is not None:
+                changes += [(encoded, mirror) for encoded in rows]
+                mirrors.put(shard, mirror, self._digests.get(shard, digest))
+        apply_rows(changes, self._state.setup.workers)
         mirrors.options.update(self._schemas.options)
         mirrors.keep_only(self._schemas.tables)

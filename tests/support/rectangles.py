@@ -17,10 +17,10 @@ import numpy as np
 
 from cnr_store import Store
 from cnr_store.format import layout
-from cnr_store.format.records import MAJOR, ChainEntry, PartPlace, SegmentDocument, SlotSchema, TableSchema, WriterInfo
+from cnr_store.format.records import MAJOR, ChainEntry, PartLine, SegmentDocument, SlotSchema, TableSchema, WriterInfo
 from cnr_store.log.rebase import draft_after, rebase_data
 from cnr_store.runtime.threads import Throttle, Workers
-from cnr_store.segment.groups import RowList, WrittenPart
+from cnr_store.segment.groups import RowList
 from cnr_store.segment.reader import open_chain
 from cnr_store.segment.writer import SegmentWriter, merge_receipts, write_manifest
 from cnr_store.types import FloatBits, Lattice, Raw, Rectangle
@@ -178,8 +178,7 @@ class Parts:
             lists = self._write_part(out, tile, full=full)
             known = states_digest and not self.model.is_raw
             digest = f"{self.model.digest(tile):016x}" if known else None
-            place = PartPlace(table=TABLE, rows=tile.rows, columns=tile.columns, state_digest=digest)
-            part = WrittenPart(place, lists)
+            part = PartLine(table=TABLE, rows=tile.rows, columns=tile.columns, state_digest=digest, **lists)
             receipt = out.finish(
                 txn=txn, rank=rank, world=len(tiles), attempt="0" * 8, base=self._head.record.v, l0=l0, parts=(part,)
             )

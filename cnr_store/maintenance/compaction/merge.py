@@ -15,14 +15,13 @@ import msgspec
 
 from cnr_store.encodings.digest import add_digests
 from cnr_store.format.manifest import recorded_digest
-from cnr_store.format.records import OPERATIONS, Manifest, Operation, PartPlace
+from cnr_store.format.records import OPERATIONS, ListLine, Manifest, Operation, PartLine
 from cnr_store.maintenance.compaction.merged_rows import MergedRows, write_merged
 from cnr_store.maintenance.compaction.statuses import replay_statuses
 from cnr_store.maintenance.compaction.tasks import MergePiece
 from cnr_store.read.plan import TablePlan, by_columns, plan_table
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import array_specs
-from cnr_store.segment.groups import WrittenList, WrittenPart
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.writer import SegmentWriter
 
@@ -41,7 +40,7 @@ def merge_piece(
     workers: Workers,
     *,
     cache_bytes: int = CACHE_BYTES,
-) -> WrittenPart:
+) -> PartLine:
     """Write one part of what the run merges to, and return it. Blocks.
 
     Parameters
@@ -60,7 +59,7 @@ def merge_piece(
 
     Returns
     -------
-    WrittenPart
+    PartLine
         Its state digest is recomputed from the codes (baseline), or copied from the run's last segment (delta).
 
     Raises
@@ -73,9 +72,8 @@ def merge_piece(
     start, stop = run
     manifests = [reader.manifest for reader in readers[:stop]]
     schema = manifests[-1].tables[piece.table]
-    place = PartPlace(table=piece.table, rows=piece.rectangle.rows, columns=piece.rectangle.columns)
-    lists: dict[str, WrittenList] = {}
-    found = 0
+    lists: dict[str, ListLine] = {}
+    found, base, state = 0, None, None
     if schema.keys == "hashed" or piece.rectangle.num_rows:
         plan = _plan(manifests, start, piece)
         before = _rows_before(manifests, start, plan)
@@ -89,8 +87,10 @@ def merge_piece(
         base = _base_digest(manifests, start, piece) if start > 0 else None
         recorded = recorded_digest(manifests[-1].parts_of.get(piece.table, ()), piece.rectangle)
         state = _hex(recorded if start > 0 else found)
-        place = msgspec.structs.replace(place, base_digest=base, state_digest=state)
-    return WrittenPart(place, lists)
+    return PartLine(
+        table=piece.table, rows=piece.rectangle.rows, columns=piece.rectangle.columns, base_digest=base,
+        state_digest=state, **lists,
+    )  # fmt: skip
 
 
 def _plan(manifests: Sequence[Manifest], start: int, piece: MergePiece) -> TablePlan:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cnr_store.encodings import digest, kernels
-from cnr_store.format.records import Operation
+from cnr_store.format.records import ListLine, Operation
 from cnr_store.maintenance.compaction.counted_chunks import CountedChunks
 from cnr_store.maintenance.compaction.statuses import Statuses
 from cnr_store.read.plan import Step, TablePlan, clip
@@ -32,7 +32,7 @@ from cnr_store.segment.codes import (
     escape_bits,
     stored_specs,
 )
-from cnr_store.segment.groups import Blocks, RowList, WrittenList, order_of
+from cnr_store.segment.groups import Blocks, RowList, order_of
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.writer import SegmentWriter
 from cnr_store.types import RowIds
@@ -81,7 +81,7 @@ class MergedRows:
         return {} if self.operation == "delete" else stored_specs(self.plan.schema, self.plan.columns, self.operation)
 
 
-def write_merged(out: SegmentWriter, rows: MergedRows, cache_bytes: int) -> tuple[WrittenList, int]:
+def write_merged(out: SegmentWriter, rows: MergedRows, cache_bytes: int) -> tuple[ListLine, int]:
     """Write the row list; return it and the sum of its rows for the state digest. Blocks.
 
     Raises
