@@ -91,11 +91,8 @@ def _first_of_life(table: str, earlier: Iterable[Manifest]) -> TableSchema | Non
 
 def _check_starts(index: int, before: Manifest, after: Manifest) -> Iterator[Contradiction]:
     """Yield parts whose base digest is not the state digest of the segment before, if both are recorded."""
-    changed = [
-        table
-        for table in after.recorded
-        if not _continues(before.parts_of.get(table, ()), after.parts_of.get(table, ()))
-    ]
+    ends, starts = before.parts_of, after.parts_of
+    changed = [table for table in after.recorded if not _continues(ends.get(table, ()), starts.get(table, ()))]
     whole = {
         (part.table, part.rows, part.columns): part.state_digest
         for table in changed
@@ -125,7 +122,7 @@ def _continues(before: Sequence[PartEntry], after: Sequence[PartEntry]) -> bool:
     if not len(before) == len(after) == 1:
         return False
     old, new = before[0], after[0]
-    return (old.rows, old.columns, old.state_digest) == (new.rows, new.columns, new.base_digest)
+    return old.state_digest == new.base_digest and old.rows == new.rows and old.columns == new.columns
 
 
 def _rows_before(rows: tuple[int, int], num_rows: int, num_rows_before: int) -> tuple[int, int] | None:

@@ -31,7 +31,13 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
 _SLACK_BYTES = 8
 """Each plane ends with a whole byte, so the planes of a few values can be a few bytes larger than the values."""
 
-_SAMPLE_RUNS, _SAMPLE_RUN = 4, 16_384
+_FIRST_RUNS, _FIRST_RUN = 8, 1024
+_SECOND_RUNS, _SECOND_RUN = 4, 16_384
+"""Runs of a sample, and values of each: in the first round all bases are compared, in the second those left."""
+
+_CLOSE = 1.02
+"""Bases that cost more times the least in the first round are out (`format_spec/decisions/0049`)."""
+
 _UNPACKED_TO_STORED = 100
 """Unpacking this many bytes costs as much as storing one more byte."""
 
@@ -100,26 +106,29 @@ def encode(values: npt.NDArray[Any]) -> bytes:
 
 
 def choose(values: npt.NDArray[Any]) -> digits.Bases:
-    """Return the bases for which a sample of the values has the lowest cost (`_cost`). Pure."""
+    """Return the bases for which a sample of the values has the lowest cost (`_cost`), in two rounds. Pure."""
     if values.size == 0:
         return ()
     found = digits.choices(int(values.min()), int(values.max()), values.dtype)
+    if len(found) > 1 and values.size > 2 * _FIRST_RUNS * _FIRST_RUN:
+        # Together: with a Huffman table for each short run the tables would count for more than they do in a chunk.
+        sample = np.concatenate(_runs(values, _FIRST_RUNS, _FIRST_RUN))
+        costs = [_cost(sample, bases) for bases in found]
+        found = [bases for bases, cost in zip(found, costs, strict=True) if cost <= _CLOSE * min(costs)]
     if len(found) == 1:
         return found[0]
-    runs = _runs(values)
+    # By themselves, as each block of a chunk is compressed: rows are in the order of a slot, so the range of their
+    # codes changes along the chunk. One Huffman table for all of them would overestimate the cost of low digits.
+    runs = _runs(values, _SECOND_RUNS, _SECOND_RUN)
     return min(found, key=lambda bases: sum(_cost(run, bases) for run in runs))
 
 
-def _runs(values: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-    """Return the values, or runs of them evenly over the chunk.
-
-    Each run is compressed by itself, as each block of a chunk is: rows are in the order of a slot, so the range of
-    their codes changes along the chunk. One Huffman table for all of them would overestimate the cost of low digits.
-    """
-    if values.size <= _SAMPLE_RUNS * _SAMPLE_RUN:
+def _runs(values: npt.NDArray[Any], count: int, length: int) -> list[npt.NDArray[Any]]:
+    """Return the values, or ``count`` runs of them evenly over the chunk."""
+    if values.size <= count * length:
         return [values]
-    starts = np.linspace(0, values.size - _SAMPLE_RUN, _SAMPLE_RUNS).astype(np.int64)
-    return [values[start : start + _SAMPLE_RUN] for start in starts]
+    starts = np.linspace(0, values.size - length, count).astype(np.int64)
+    return [values[start : start + length] for start in starts]
 
 
 def _cost(run: npt.NDArray[Any], bases: digits.Bases) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 from cnr_store.errors import BadName
 from cnr_store.format.fields import PATH_PATTERN, SEGMENT_PATTERN
@@ -208,6 +209,15 @@ def rank_tensor(rank: int, name: str) -> str:
 def is_rank_tensor(name: str) -> bool:
     """Return whether a dense tensor belongs to one rank, and to one version alone."""
     return name.startswith("rank/")
+
+
+def check_names(names: Collection[str]) -> None:
+    """Call `check_name` of all: at once where they are plain."""
+    joined = "".join(names)
+    is_plain = joined.isascii() and not _CONTROL.search(joined)
+    if names and not (is_plain and min(map(len, names)) > 0 and max(map(len, names)) <= MAX_NAME_BYTES):
+        for name in names:
+            check_name(name)
 
 
 def check_name(name: str) -> None:

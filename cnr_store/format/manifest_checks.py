@@ -16,7 +16,7 @@ import msgspec
 import xxhash
 
 from cnr_store.format.arrays import chunk_bytes, decoded_bytes, index_bytes, object_paths
-from cnr_store.format.layout import check_name, segment_name
+from cnr_store.format.layout import check_name, check_names, segment_name
 from cnr_store.format.limits import CHUNK_BYTES, MAX_CHUNK_BYTES, MAX_ELEMENTS, MAX_SCALE, MIN_SCALE
 from cnr_store.format.records import (
     OPERATIONS,
@@ -48,8 +48,7 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
     known = {entry.path: entry for entry in manifest.objects}
     if len(known) != len(manifest.objects):
         yield "an object is listed twice"
-    for name in (*manifest.tables, *manifest.dropped, *manifest.dense, *manifest.ended):
-        check_name(name)
+    check_names((*manifest.tables, *manifest.dropped, *manifest.dense, *manifest.ended))
     if manifest.kind == "baseline" and (manifest.dropped or manifest.ended):
         yield "a baseline drops what no state has"
     if manifest.kind == "baseline" and manifest.kept:
@@ -71,14 +70,18 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
         if number == new:
             yield from _form_problems(name, schema)
     fitting: Fitting = set()
+    plain: set[str] = set()
     for part in manifest.parts:
         own = manifest.tables.get(part.table)
         if own is None:
             yield f"a part belongs to unknown table {part.table!r}"
-        elif not is_plain(part, own, form := form_of[id(own)], fitting):
+        elif is_plain(part, own, form := form_of[id(own)], fitting):
+            plain.add(part.table)
+        else:
             yield from part_problems(part, own, form, fitting)
-    yield from _overlaps(manifest.parts_of)
-    yield from _gaps(manifest)
+    if len(manifest.parts_of) < len(manifest.parts):
+        yield from _overlaps(manifest.parts_of)
+    yield from _gaps(manifest, plain)
     yield from _array_problems(manifest)
     yield from _chunk_problems(manifest)
     yield from _order_problems(manifest)
@@ -161,12 +164,15 @@ def _overlaps(parts_of: Mapping[str, Sequence[PartEntry]]) -> Iterator[str]:
             rights[left] = right
 
 
-def _gaps(manifest: Manifest) -> Iterator[str]:
-    """Disjoint parts of a table make it up where their areas do: rows of no part would be taken for absent ones."""
+def _gaps(manifest: Manifest, whole: Collection[str]) -> Iterator[str]:
+    """Disjoint parts of a table make it up where their areas do: rows of no part would be taken for absent ones.
+
+    ``whole`` are tables of which a part has all rows and columns.
+    """
     for name, schema in manifest.tables.items():
-        parts = manifest.parts_of.get(name, ())
-        if len(parts) == 1 and parts[0].rows == (0, schema.num_rows) and parts[0].columns == (0, schema.dim):
+        if name in whole:
             continue  # nearly all
+        parts = manifest.parts_of.get(name, ())
         area = sum((one.rows[1] - one.rows[0]) * (one.columns[1] - one.columns[0]) for one in parts)
         if schema.keys == "dense" and area != schema.num_rows * schema.dim:
             yield f"the parts of table {name!r} of shape ({schema.num_rows}, {schema.dim}) do not make it up"

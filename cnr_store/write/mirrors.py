@@ -34,6 +34,8 @@ MirrorMode = Literal["memory", "mmap", "none"]
 HeldMirrors = Mapping[Shard, tuple[TableCodes, int | None]]
 """Mirrors with their digests, by shard."""
 
+_NONE: tuple[None, None] = (None, None)
+
 
 def check_mirror_folder(mode: MirrorMode, folder: str | None) -> None:
     """Raise if the folder for mirrors does not exist: its disk may not be mounted.
@@ -56,51 +58,47 @@ class Mirrors:
         self.is_complete = True
         self._folder = folder
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
-        self._codes: dict[Shard, TableCodes] = {}
-        self._digests: dict[Shard, int | None] = {}
+        self._held: dict[Shard, tuple[TableCodes, int | None]] = {}
         self._staged: dict[Shard, tuple[TableCodes, int]] = {}
         self._keyed: dict[Shard, KeyedMirror] = {}
 
     def __contains__(self, shard: Shard) -> bool:
-        return shard in self._codes
+        return shard in self._held
 
     @property
     def nbytes(self) -> int:
         """Bytes of all mirrors."""
         # A copy: the thread that saves may add a table while another one asks.
-        dense, keyed = list(self._codes.values()), list(self._keyed.values())
-        return sum(one.nbytes for one in dense) + sum(one.nbytes for one in keyed)
+        dense, keyed = list(self._held.values()), list(self._keyed.values())
+        return sum(one.nbytes for one, _ in dense) + sum(one.nbytes for one in keyed)
 
     def get(self, shard: Shard) -> TableCodes | None:
         """Return a shard's mirror as the open transaction sees it: with a staged resize, if there is one."""
-        if shard in self._staged:
-            return self._staged[shard][0]
-        return self._codes.get(shard)
+        return self.with_digest(shard)[0]
 
     def digest(self, shard: Shard) -> int | None:
         """Return the state digest of the mirror, None for a shard without one."""
-        if shard in self._staged:
-            return self._staged[shard][1]
-        return self._digests.get(shard)
+        return self.with_digest(shard)[1]
 
     def with_digest(self, shard: Shard) -> tuple[TableCodes | None, int | None]:
         """Return `get` and `digest` of a shard."""
-        return self._staged.get(shard) or (self._codes.get(shard), self._digests.get(shard))
+        if self._staged and shard in self._staged:
+            return self._staged[shard]
+        return self._held.get(shard, _NONE)
 
     def committed_digest(self, shard: Shard) -> int | None:
         """Return the state digest of the head's state, without a staged resize."""
-        return self._digests.get(shard)
+        return self._held.get(shard, _NONE)[1]
 
     def held(self) -> HeldMirrors:
         """Return every mirror with its digest, for another writer; empty while they are the state of no version."""
         if not self.is_complete or self._staged:
             return {}
-        return {shard: (codes, self._digests.get(shard)) for shard, codes in self._codes.items()}
+        return dict(self._held)
 
     def put(self, shard: Shard, codes: TableCodes, digest: int | None) -> None:
         """Set a shard's mirror and digest."""
-        self._codes[shard] = codes
-        self._digests[shard] = digest
+        self._held[shard] = codes, digest
 
     def keyed(self, shard: Shard) -> KeyedMirror | None:
         """Return the mirror of a table of hashed keys; None if no key of it is here."""
@@ -161,8 +159,7 @@ class Mirrors:
         From here until the commit has won the mirrors are incomplete: `is_complete` is False.
         """
         self.is_complete = False
-        self._codes.pop(shard, None)
-        self._digests.pop(shard, None)
+        self._held.pop(shard, None)
 
     def stage(self, shard: Shard, codes: TableCodes, digest: int) -> None:
         """Make this the mirror that a shard has in the open transaction, and the shard's once it has won."""
@@ -170,7 +167,7 @@ class Mirrors:
 
     def stage_resize(self, shard: Shard, schema: TableSchema, workers: Workers) -> None:
         """Make the mirror that a resized table will have: grown rows are absent, cut rows are gone."""
-        old = self._codes.get(shard)
+        old, _ = self._held.get(shard, _NONE)
         if old is None:
             return
         allocate = self.allocator()
@@ -232,22 +229,20 @@ class Mirrors:
     def keep_only(self, tables: Iterable[str]) -> None:
         """Drop the mirrors of tables that no longer exist."""
         wanted = set(tables)
-        for shard in [shard for shard in (*self._codes, *self._keyed) if shard.table not in wanted]:
+        for shard in [shard for shard in (*self._held, *self._keyed) if shard.table not in wanted]:
             self.forget(shard)
         for table in self.options.keys() - wanted:
             del self.options[table]
 
     def forget(self, shard: Shard) -> None:
         """Drop a shard's mirror: its new encoding has none."""
-        self._codes.pop(shard, None)
-        self._digests.pop(shard, None)
+        self._held.pop(shard, None)
         self._keyed.pop(shard, None)
 
     def clear(self) -> None:
         """Free everything."""
         self.is_complete = True
-        self._codes.clear()
-        self._digests.clear()
+        self._held.clear()
         self._staged.clear()
         self._keyed.clear()
         if self._scratch is not None:

@@ -63,11 +63,11 @@ class PartWriter:
         """Write the row lists of a delta; a shard without any gets no object."""
         runs: dict[int, list[tuple[Shard, EncodedRows]]] = {}
         for shard, changes in changed.items():
-            entries = self.entries.setdefault(shard, {})
             # Parts stand in the order of their rows in each group, so lists of one shard are written one by one.
             if len(changes) == 1 and changes[0].run is not None and changes[0].count:
                 runs.setdefault(id(changes[0].run), []).append((shard, changes[0]))
                 continue
+            entries = self.entries.setdefault(shard, {})
             for encoded in changes:
                 for operation, item in encoded.lists.items():
                     entries[operation] = self.out.write_row_list(operation, _row_list(operation, encoded, item))
@@ -87,25 +87,12 @@ class PartWriter:
                 self.out.write_row_list("add", _row_list("add", encoded, encoded.lists["add"])) for _, encoded in own
             ]
         for (shard, _), one in zip(own, written, strict=True):
-            del self.entries[shard]
             self.entries[shard] = {"add": one}
-
-    def part(self, shard: Shard, schema: TableSchema, base_digest: int | None, state_digest: int | None) -> PartLine:
-        """Return this writer's rectangle of a table."""
-        rectangle = shard.rectangle_in(schema)
-        return PartLine(
-            table=shard.table, rows=rectangle.rows, columns=rectangle.columns,
-            base_digest=_hex(base_digest), state_digest=_hex(state_digest), **self.entries.get(shard, {}),
-        )  # fmt: skip
 
 
 def _row_list(operation: str, encoded: EncodedRows, item: EncodedList) -> RowList:
     dtypes = {name: array.dtype for name, array in item.arrays.items()}
     return item.row_list(order_of(operation, encoded.specs, dtypes))
-
-
-def _hex(digest: int | None) -> str | None:
-    return None if digest is None else f"{digest:016x}"
 
 
 class StagedTables:
@@ -218,7 +205,7 @@ class StagedTables:
             [given[number][1] for number in filled],
             absolute=self._draft.is_one_shot, workers=self._state.setup.workers,
         )  # fmt: skip
-        for shard in shards:
+        for shard in shards if len(filled) < len(shards) else ():
             self._rows.setdefault(shard, [])
         counts = [0] * len(updates)
         for number, rows in zip(filled, encoded, strict=True):
@@ -246,14 +233,16 @@ class StagedTables:
         held = [None if schema.keys == "hashed" else place.rows for schema, place in zip(schemas, places, strict=True)]
         row_ids = own_row_ids([one.row_ids for one in updates], held, [one.table for one in updates])
         given = []
-        options_of = self._schemas.options_of
+        options_of, mirrors = self._schemas.options_of, self._state.mirrors
         for update, schema, shard, place, rows in zip(updates, schemas, shards, places, row_ids, strict=True):
-            if schema.keys == "hashed":
+            mirror, base, at = None, None, None
+            if schema.keys == "dense":
+                mirror, base = mirrors.with_digest(shard)
+            else:
                 mine.keys.check(update.table, rows)
-            mirror, base = self._mirror(shard)
-            keyed = self._keyed(shard)
-            at = None if keyed is None else keyed.places(rows)
-            mirror = mirror if keyed is None else keyed.codes
+                keyed = self._keyed(shard)
+                if keyed is not None:
+                    mirror, at = keyed.codes, keyed.places(rows)
             specs = array_specs(schema, place.columns) if mirror is None else mirror.specs_in(schema)
             arrays = check_arrays(update.table, specs, len(rows), update.values, update.slots)
             for name, array in arrays.items():
@@ -305,9 +294,8 @@ class StagedTables:
 
     def _keyed(self, shard: Shard) -> KeyedMirror | None:
         """The mirror of a hashed table that a delta may write differences to."""
-        schemas = self._schemas
-        is_other = schemas.tables[shard.table].keys == "dense" or shard.table in schemas.created
-        return None if is_other or self._draft.kind == "baseline" else self._state.mirrors.keyed(shard)
+        is_other = shard.table in self._schemas.created or self._draft.kind == "baseline"
+        return None if is_other else self._state.mirrors.keyed(shard)
 
     def _keep_rows(self, shard: Shard, encoded: EncodedRows) -> None:
         before = self._digests.get(shard)
@@ -436,12 +424,18 @@ class StagedTables:
 
     def _part(self, shard: Shard, base: Manifest | None) -> PartLine:
         table, schema = shard.table, self._schemas.tables[shard.table]
-        mirrors = self._state.mirrors
         before = None
-        if base is not None and table in base.tables and base.tables[table].generation == schema.generation:
-            before = None if self._draft.is_one_shot else mirrors.committed_digest(shard)
-        digest = self._digests[shard] if shard in self._digests else self._mirror(shard)[1]
-        return self._parts.part(shard, schema, before, digest)
+        known = None if base is None or self._draft.is_one_shot else base.tables.get(table)
+        if known is not None and known.generation == schema.generation:
+            before = self._state.mirrors.committed_digest(shard)
+        after = self._digests[shard] if shard in self._digests else self._mirror(shard)[1]
+        rectangle = shard.rectangle_in(schema)
+        return PartLine(
+            table=table, rows=rectangle.rows, columns=rectangle.columns,
+            base_digest=None if before is None else f"{before:016x}",
+            state_digest=None if after is None else f"{after:016x}",
+            **self._parts.entries.get(shard, {}),
+        )  # fmt: skip
 
     def _write_from_mirror(self, shard: Shard) -> None:
         schema, mirror = self._schemas.tables[shard.table], self._state.mirrors.get(shard)
