@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -159,11 +159,11 @@ def _are_one_step(states: Sequence[Mapping[str, Any] | None]) -> bool:
     So it is with the step counters of torch's optimizers where all tables are stepped: told by calls that take them
     all. False says nothing.
     """
-    first = states[0]
-    if first is None or len(first) != 1 or not all(state and state.keys() == first.keys() for state in states):
+    first, held = states[0], [*filter(None, states)]
+    if first is None or len(held) < len(states) or {*map(len, held)} != {1}:
         return False
     [name] = first
-    values = [state[name] for state in states if state]
+    values = [*map(methodcaller("get", name), held)]  # None where it has another name
     if {*map(type, values)} != {torch.Tensor}:
         return False
     kinds = {*map(attrgetter("dtype", "layout", "is_cpu", "ndim"), values)}

@@ -117,8 +117,22 @@ class _StateEntries:
         return found if len(found) == len(keys) else None
 
 
-Places = list[tuple[str, list[tuple[str, int]]]]
-"""Of shards or parameters: the name, and the key and position of each of its entries."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Places:
+    """Entries of shards or parameters: names, the keys of each, and the position of each entry of all."""
+
+    names: Sequence[str]
+    keys: Sequence[Sequence[str]]
+    positions: Sequence[int]
+
+    @classmethod
+    def of(cls, found: Mapping[str, Mapping[str, int]]) -> _Places:
+        return cls([*found], [[*own] for own in found.values()], [at for own in found.values() for at in own.values()])
+
+    def entries(self, values: Sequence[Any]) -> dict[str, dict[str, Any]]:
+        """Return the entries among ``values`` by name and key."""
+        found = map(values.__getitem__, self.positions)  # each `zip` ends at its last key, before it takes another one
+        return {name: dict(zip(own, found)) for name, own in zip(self.names, self.keys, strict=True)}  # noqa: B905
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,8 +142,8 @@ class _Kept:
     same: Sequence[weakref.ref[Any]]
     equal: Sequence[object]
     plan: StatePlan
-    slots: Places
-    inline: Places
+    slots: _Places
+    inline: _Places
     dense: list[tuple[str, int]]
     documents: Mapping[str, Any]
 
@@ -139,10 +153,8 @@ class _Kept:
 
     def state_of(self, values: Sequence[Any]) -> LocalState:
         """Return the state that has these entries."""
-        slots = {name: {key: values[at] for key, at in places} for name, places in self.slots}
-        inline = {name: {key: values[at] for key, at in places} for name, places in self.inline}
-        other = OtherState(inline, {name: values[at] for name, at in self.dense})
-        return LocalState(self.plan, slots, other, self.documents)
+        other = OtherState(self.inline.entries(values), {name: values[at] for name, at in self.dense})
+        return LocalState(self.plan, self.slots.entries(values), other, self.documents)
 
 
 def _kept(local: LocalState, entries: _StateEntries, objects: _Objects) -> _Kept | None:
@@ -151,8 +163,8 @@ def _kept(local: LocalState, entries: _StateEntries, objects: _Objects) -> _Kept
     if at is None or any(shard.parameter is None for shard in shards.values()):
         return None  # what an optimizer that is fused into backward has is not seen here
     owners = [(one, id(one.parameter), local.other.inline[one.name]) for one in local.state.optimized]
-    slots = [(name, [(key, at[id(shards[name].parameter), key]) for key in own]) for name, own in local.slots.items()]
-    inline = [(one.name, [(key, at[owner, key]) for key in values]) for one, owner, values in owners]
+    slots = {name: {key: at[id(shards[name].parameter), key] for key in own} for name, own in local.slots.items()}
+    inline = {one.name: {key: at[owner, key] for key in values} for one, owner, values in owners}
     dense = [
         (name, at[owner, key])
         for one, owner, _ in owners
@@ -160,7 +172,8 @@ def _kept(local: LocalState, entries: _StateEntries, objects: _Objects) -> _Kept
         if (name := optimizer_tensor_name(one.optimizer, one.name, key)) in local.other.dense
     ]
     same = [*map(weakref.ref, objects.same)]
-    return _Kept(same, objects.equal, local.state, slots, inline, dense, local.documents)
+    places = _Places.of(slots), _Places.of(inline)
+    return _Kept(same, objects.equal, local.state, *places, dense, local.documents)
 
 
 @dataclass(slots=True, eq=False)

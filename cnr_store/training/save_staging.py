@@ -34,7 +34,6 @@ from cnr_store.training.shards import LocalShard, weights_of
 from cnr_store.training.state import needs_new_schema
 from cnr_store.training.tensors import leaf_of
 from cnr_store.types import Lattice, RowIds
-from cnr_store.write.policy import Decision
 from cnr_store.write.table_options import TableOptions
 from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
@@ -178,9 +177,10 @@ class SaveStager:
         owned = {name: own for name, own in self.training.holdings.owned.items() if own.key.table not in whole}
         slots, decision, changed = plan.local.slots, plan.decision, self.chain.lineage.changed
         weights = weights_of([own.shard for own in owned.values()])
+        is_since_head = decision.kind == "baseline" or decision.base == "head"
         for (name, own), weight in zip(owned.items(), weights, strict=True):
             one, first = taken[name], own.shard.rows[0]
-            local = rows_to_write(one, decision, changed)
+            local = one.row_ids if is_since_head else rows_since_baseline(one, changed)
             rows[name] = local + first if first else local
             on_device = one.device_rows if local is one.row_ids else None
             requests[name] = RowRequest(local, {WEIGHT: weight, **slots[name]}, on_device)
@@ -255,10 +255,8 @@ def taken_words(name: str, num_rows: int, words: Words) -> Taken:
     return Taken(name, num_rows, rows_of(words), words)
 
 
-def rows_to_write(taken: Taken, decision: Decision, changed: Cumulative) -> RowIds:
-    """Return the rows a save writes of a table: the taken ones, and all since the baseline for a one-shot delta."""
-    if decision.kind == "baseline" or decision.base == "head":
-        return taken.row_ids
+def rows_since_baseline(taken: Taken, changed: Cumulative) -> RowIds:
+    """Return the rows that a one-shot delta writes of a table: the taken ones, and all before since the baseline."""
     both = Cumulative({taken.table: taken.num_rows})
     both.add(taken)
     both.add_words(taken.table, changed.words(taken.table))

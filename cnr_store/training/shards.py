@@ -16,7 +16,6 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import eq
 from typing import Any, Protocol
 
 import torch
@@ -113,7 +112,7 @@ def weights_of(shards: Sequence[LocalShard]) -> list[torch.Tensor]:
     held = [one for one in now if one is not None]
     if len(held) == len(shards) and all(one.memory is None for one in shards):
         parts = (torch.Tensor.data_ptr, torch.Tensor.stride)
-        if all(all(map(eq, map(part, held), map(part, known))) for part in parts):
+        if all([*map(part, held)] == [*map(part, known)] for part in parts):
             return known
     return [one.weight for one in shards]
 

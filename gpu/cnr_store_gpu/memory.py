@@ -55,17 +55,23 @@ class TableMemory:
     table
         For messages.
     tensors
-        Strided ones.
+        Strided ones; a tuple if they are always the same objects.
     is_fixed
         Others hold views of these storages, so that no other storages are ever accepted.
     """
 
-    __slots__ = ("_is_fixed", "_table", "held", "needed", "tensors")
+    __slots__ = ("_is_fixed", "_table", "_tensors", "held", "needed", "own")
 
-    def __init__(self, table: str, tensors: Tensors, *, is_fixed: bool) -> None:
-        self._table, self.tensors, self._is_fixed = table, tensors, False
+    def __init__(self, table: str, tensors: Tensors | tuple[torch.Tensor, ...], *, is_fixed: bool) -> None:
+        self._table, self._is_fixed = table, False
+        self.own = tensors if isinstance(tensors, tuple) else None
+        self._tensors = tensors
         self.accept()
         self._is_fixed = is_fixed
+
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """Return the tensors, as they are now."""
+        return self._tensors if isinstance(self._tensors, tuple) else self._tensors()
 
     def accept(self) -> None:
         """Take the present storages as the table's: their owner has replaced them."""
@@ -98,7 +104,8 @@ def check_all(memories: Sequence[TableMemory]) -> None:
     ------
     MemoryMoved
     """
-    tensors = [*chain.from_iterable(one.tensors() for one in memories)]
+    own = [*map(attrgetter("own"), memories)]
+    tensors = [*chain.from_iterable(own if all(own) else (one.tensors() for one in memories))]
     held = [*chain.from_iterable(map(attrgetter("held"), memories))]
     needed = chain.from_iterable(map(attrgetter("needed"), memories))
     # Torch gives a storage one object of Python as long as it is held.
@@ -114,7 +121,7 @@ def memory_of(table: str, weight: torch.Tensor | None, tensors: Tensors | None) 
         return TableMemory(table, tensors, is_fixed=True)
     if weight is None or weight.layout is not torch.strided or type(weight.data) is not torch.Tensor:
         return None  # another tensor behind it has the elements
-    return TableMemory(table, lambda: (weight,), is_fixed=False)
+    return TableMemory(table, (weight,), is_fixed=False)
 
 
 def _moved(name: str, problem: str, expected: int, found: int) -> MemoryMoved:

@@ -8,7 +8,7 @@ not contiguous is copied by torch, tensor by tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from operator import attrgetter, methodcaller
@@ -210,7 +210,7 @@ class SmallCopies:
 
 
 def small_copies(
-    requests: Mapping[str, RowRequest], *, without: Container[str] = (), known: SmallLayout | None = None
+    requests: Mapping[str, RowRequest], *, without: Collection[str] = (), known: SmallLayout | None = None
 ) -> SmallCopies:
     """Return the small, plain ones of the requests. Reads no row; what it takes for a table is a few calls of C.
 
@@ -227,7 +227,9 @@ def small_copies(
     names, lengths = [*chain.from_iterable(named)], [*map(len, named)]
     layout = known if known is not None and known.fits(names, lengths, tensors) else _layout(names, lengths, tensors)
     tables, ids = [*requests], [one.row_ids for one in asked]
-    fits = np.array([table not in without for table in tables], bool) & _are_plain(ids)
+    fits = _are_plain(ids)
+    if without:
+        fits &= np.array([table not in without for table in tables], bool)
     counts = np.fromiter(map(len, ids), np.int64, len(ids))
     plain = [*map(tensors.__getitem__, layout.plain.tolist())]
     starts = np.array([*map(torch.Tensor.data_ptr, plain)], np.int64)

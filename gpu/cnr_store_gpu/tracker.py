@@ -126,6 +126,7 @@ class RowTracker:
             if table in shard_of:
                 watched.movement = shard_of[table].movement
             found.append(watched)
+        self._memories = [watched.memory for watched in found if watched.memory is not None]
         self._tables = TrackedTables(found, {alias: plan.table for plan in plans for alias in plan.aliases})
         self._sources: dict[str, list[ChangeSource]] = {}
         checked = {table: weight for table, weight in weights.items() if weight is not None}
@@ -322,7 +323,7 @@ class RowTracker:
         MemoryMoved
             The memory of a table was freed or replaced: its rows cannot be copied now.
         """
-        check_all([watched.memory for watched in self._tables if watched.memory is not None])
+        check_all(self._memories)
 
     def _waiting(self) -> dict[str, int]:
         return {
