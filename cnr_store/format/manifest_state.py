@@ -87,10 +87,11 @@ def changes_of(
     """
     if base is None:
         return ManifestChanges(dict(tables), (), tuple(parts), ())
+    has_rows = {one.table for one in parts if one.add or one.set or one.delete or one.escape}
     by_table: dict[str, list[PartLine]] = {}
     for part in parts:
-        by_table.setdefault(part.table, []).append(part)
-    has_rows = {one.table for one in parts if one.add or one.set or one.delete or one.escape}
+        if part.table not in has_rows:
+            by_table.setdefault(part.table, []).append(part)
     changed = {
         name: schema
         for name, schema in tables.items()

@@ -125,19 +125,24 @@ class ArraySpecs(dict[str, ArraySpec]):
 
     @cached_property
     def differences(self) -> tuple[Differences, ...] | None:
-        """What is equal of tables whose rows can be encoded by one call.
+        """What tables whose rows can be encoded by one call have as one object.
 
         None where an array has no differences, or not of float32.
         """
         if not all(spec.is_additive and spec.dtype == "float32" for spec in self.values()):
             return None
-        return tuple(
+        return _one_of_equal(tuple(
             Differences(
                 name, spec.width, spec.is_vector,
                 spec.bit_shift if isinstance(spec.encoding, FloatBits) else None, spec.columns,
             )
             for name, spec in self.items()
-        )  # fmt: skip
+        ))  # fmt: skip
+
+
+@lru_cache(maxsize=1 << 10)
+def _one_of_equal(found: tuple[Differences, ...]) -> tuple[Differences, ...]:
+    return found
 
 
 def array_specs(schema: TableSchema, columns: tuple[int, int] | None = None) -> ArraySpecs:

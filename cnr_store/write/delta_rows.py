@@ -140,14 +140,14 @@ def encode_touched(touched: Sequence[TouchedTable], *, absolute: bool, workers: 
     NonFiniteValues
         Names the table and the first row.
     """
-    together: dict[tuple[Differences, ...], list[int]] = {}
+    together: dict[int, tuple[tuple[Differences, ...], list[int]]] = {}
     for number, one in enumerate(touched):
         arrays = None if absolute else _shared_call(one)
         if arrays is not None:
-            together.setdefault(arrays, []).append(number)
+            together.setdefault(id(arrays), (arrays, []))[1].append(number)
     runs = [
         (arrays, run)
-        for arrays, numbers in together.items()
+        for arrays, numbers in together.values()
         if len(numbers) > 1
         for run in _runs(numbers, [len(touched[number].row_ids) for number in numbers])
     ]
