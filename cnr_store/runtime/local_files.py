@@ -74,9 +74,11 @@ def read_at_most(path: Path, limit_bytes: int) -> bytes:
     """
     fd = os.open(path, os.O_RDONLY | _NO_FOLLOW | _NO_WAIT)
     with os.fdopen(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "no regular file", str(path))
-        return file.read(limit_bytes + 1)
+        # Python takes memory for as much as is asked for.
+        return file.read(min(limit_bytes, found.st_size) + 1)
 
 
 def write_whole(path: Path, data: bytes) -> None:

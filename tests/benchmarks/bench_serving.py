@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -47,6 +47,7 @@ STORES = str(Path(__file__).parent / "serving_stores.py")
 GOAL_LOOKUPS, GOAL_APPLY_MBS, GOAL_BARE, GOAL_SPARE_MIB = 1.5, 300.0, 0.7, 256.0
 
 LOOKUP_ROWS = 1024
+UPDATING, IDLE, BESIDE = "updating", "idle", "another program computes"
 TORN_LONGEST_S = 60.0
 SWITCH_S = 0.0001
 TORN_THREADS, TORN_PROCESSES, TORN_IDS = 4, 2, 16
@@ -79,37 +80,45 @@ def main() -> None:
 
 
 def measure_lookups(report: harness.Report, folder: Path, size: Size) -> None:
-    """Lookups idle and while deltas are applied one after the other, in turns, in this process and in another."""
+    """Lookups in turns: idle, while deltas are applied one after the other, and while another program computes.
+
+    By threads of the loader's process, of another process, and of the one that opened a `LoaderProcess`.
+    """
     url = str(folder / "store")
     versions = write_deltas(url, size.rows, size.rounds * size.round_deltas)
     steps = Steps(url, versions)
-    # A serving machine leaves cores to its lookups; without that, both ask for all of them.
-    threads = max(1, len(os.sched_getaffinity(0)) - 1)
-    report.note(f"      the loader decodes on {threads} thread(s)")
-    with steps.loader(threads=threads) as loader:
-        timed = TimedLookups(lambda ids: loader.lookup_many({TABLE: ids}), size.rows)
-        thread = threading.Thread(target=timed.run, daemon=True)
-        thread.start()
-        phases = _alternate(loader, steps, size)
-        timed.end(thread)
-        _report_lookups(report, "in process", timed.samples, phases)
-    with (
-        harness.data_folder("/dev/shm") as shared,
-        steps.loader(threads=threads, shared=shared) as loader,
-        Partner(__file__, "look_up_attached", folder=str(shared), rows=size.rows) as reader,
-    ):
-        reader.hear()
-        phases = _alternate(loader, steps, size)
-        reader.say()
-        samples = np.array(reader.hear()["samples"])
-        _report_lookups(report, "shared memory, another process", samples, phases)
-    with harness.data_folder("/dev/shm") as shared, steps.apart(threads=threads, shared=shared) as apart:
-        timed = TimedLookups(lambda ids: apart.lookup_many({TABLE: ids}), size.rows)
-        thread = threading.Thread(target=timed.run, daemon=True)
-        thread.start()
-        phases = _alternate(apart, steps, size)
-        timed.end(thread)
-        _report_lookups(report, "in the process that opened a LoaderProcess", timed.samples, phases)
+    # A serving machine leaves a core to its lookups; without that, threads wait for cores, which is not measured here.
+    core, *rest = sorted(os.sched_getaffinity(0))
+    threads = max(1, len(rest))
+    report.note(f"      lookups have a core of their own; the loader decodes on {threads} other(s)")
+    if rest:
+        os.sched_setaffinity(0, rest)  # threads and processes that are started from here on have it too
+    with Partner(__file__, "compute") as neighbour:
+        with steps.loader(threads=threads) as loader:
+            timed = TimedLookups(lambda ids: loader.lookup_many({TABLE: ids}), size.rows, core)
+            thread = threading.Thread(target=timed.run, daemon=True)
+            thread.start()
+            phases = _alternate(loader, steps, size, neighbour)
+            timed.end(thread)
+            _report_lookups(report, "in process", timed.samples, phases)
+        with (
+            harness.data_folder("/dev/shm") as shared,
+            steps.loader(threads=threads, shared=shared) as loader,
+            Partner(__file__, "look_up_attached", folder=str(shared), rows=size.rows, core=core) as reader,
+        ):
+            reader.hear()
+            phases = _alternate(loader, steps, size, neighbour)
+            reader.say()
+            samples = np.array(reader.hear()["samples"])
+            _report_lookups(report, "shared memory, another process", samples, phases)
+        with harness.data_folder("/dev/shm") as shared, steps.apart(threads=threads, shared=shared) as apart:
+            timed = TimedLookups(lambda ids: apart.lookup_many({TABLE: ids}), size.rows, core)
+            thread = threading.Thread(target=timed.run, daemon=True)
+            thread.start()
+            phases = _alternate(apart, steps, size, neighbour)
+            timed.end(thread)
+            _report_lookups(report, "in the process that opened a LoaderProcess", timed.samples, phases)
+    os.sched_setaffinity(0, [core, *rest])
 
 
 class Steps:
@@ -138,15 +147,13 @@ class TimedLookups:
 
     look_up: Callable[[npt.NDArray[np.int64]], object]
     rows: int
-    _found: list[tuple[float, float, float]]
-    _ends: bool
-
-    def __init__(self, look_up: Callable[[npt.NDArray[np.int64]], object], rows: int) -> None:
-        self.look_up, self.rows = look_up, rows
-        self._found, self._ends = [], False
+    core: int
+    _found: list[tuple[float, float, float]] = field(default_factory=list)
+    _ends: bool = False
 
     def run(self) -> None:
-        """Look up until told to end."""
+        """Look up on the core until told to end."""
+        os.sched_setaffinity(0, [self.core])
         chosen = np.random.default_rng(5).integers(0, self.rows, (256, LOOKUP_ROWS))
         count = 0
         with open("/proc/thread-self/schedstat", "rb", buffering=0) as scheduled:
@@ -175,10 +182,20 @@ def _waited_s(schedstat: int) -> float:
     return int(os.pread(schedstat, 100, 0).split()[1]) / 1e9
 
 
-def look_up_attached(told: Told, folder: str, rows: int) -> None:
+def compute(told: Told) -> None:
+    """A program that has nothing to do with lookups but the machine: computes from one order to the next."""
+    sums, terms = np.zeros(1 << 21, np.float32), np.ones(1 << 21, np.float32)
+    while True:
+        told.order()
+        while not told.has_order:
+            np.add(sums, terms, out=sums)
+        told.order()
+
+
+def look_up_attached(told: Told, folder: str, rows: int, core: int) -> None:
     """The reader process: attach, look up until an order comes, tell the samples."""
     tables = AttachedTables(folder)
-    timed = TimedLookups(lambda ids: tables.lookup_many({TABLE: ids}), rows)
+    timed = TimedLookups(lambda ids: tables.lookup_many({TABLE: ids}), rows, core)
     thread = threading.Thread(target=timed.run, daemon=True)
     thread.start()
     told.tell(ready=True)
@@ -187,54 +204,63 @@ def look_up_attached(told: Told, folder: str, rows: int) -> None:
     told.tell(samples=timed.samples.tolist())
 
 
-def _alternate(loader: Loader | LoaderProcess, steps: Steps, size: Size) -> list[tuple[bool, float, float]]:
-    """Apply deltas in some phases and do nothing in as long ones between; returns (is busy, start, stop) of each."""
-    phases: list[tuple[bool, float, float]] = []
-    time.sleep(0.5)  # the first lookups load pages and compiled code
+Phase = tuple[str, float, float]
+"""What is done beside the lookups, from when, until when."""
+
+
+def _alternate(loader: Loader | LoaderProcess, steps: Steps, size: Size, neighbour: Partner) -> list[Phase]:
+    """Apply deltas in some phases; in as long ones do nothing, or let the neighbour compute."""
+    phases: list[Phase] = []
+    first, *versions = steps.versions
+    for version in (versions[0], first):  # loads compiled code, and the lookups meanwhile pages
+        steps.move(loader, version)
+    time.sleep(0.5)
     for number in range(size.rounds):
         began = time.monotonic()
-        for version in steps.versions[1 + number * size.round_deltas :][: size.round_deltas]:
+        for version in versions[number * size.round_deltas :][: size.round_deltas]:
             steps.move(loader, version)
         stop = time.monotonic()
-        phases.append((True, began, stop))
+        phases.append((UPDATING, began, stop))
         time.sleep(0.2)  # the last overlay is merged when nothing else is to do
-        began = time.monotonic()
-        time.sleep(stop - phases[-1][1])
-        phases.append((False, began, time.monotonic()))
+        for kind in (IDLE, BESIDE):
+            if kind == BESIDE:
+                neighbour.say()
+                time.sleep(0.05)
+            start = time.monotonic()
+            time.sleep(stop - began)
+            phases.append((kind, start, time.monotonic()))
+        neighbour.say()
+        time.sleep(0.05)
     return phases
 
 
 def _report_lookups(
-    report: harness.Report, where: str, samples: npt.NDArray[np.float64], phases: list[tuple[bool, float, float]]
+    report: harness.Report, where: str, samples: npt.NDArray[np.float64], phases: Sequence[Phase]
 ) -> None:
-    def of(kind: bool) -> list[npt.NDArray[np.float64]]:
-        return [
-            samples[(samples[:, 0] >= start) & (samples[:, 0] < stop), 1:]
-            for is_busy, start, stop in phases
-            if is_busy == kind
+    found: dict[str, list[npt.NDArray[np.float64]]] = {
+        kind: [
+            samples[(samples[:, 0] >= start) & (samples[:, 0] < stop), 1:] for one, start, stop in phases if one == kind
         ]
-
-    rounds = [(a, b) for a, b in zip(of(True), of(False), strict=True) if len(a) and len(b)]
-    if not rounds:
+        for kind in (UPDATING, IDLE, BESIDE)
+    }
+    if not all(len(one) for rounds in found.values() for one in rounds):
         report.note(f"      {where}: no delta took as long as a lookup; take more rows")
         return
-    busy, idle = zip(*rounds, strict=True)
-    # Beside other work a lookup also waits for a core, longer the more threads of its own program ask for one.
-    for what, share, goal, seconds in (
-        ("p50", 0.5, None, lambda one: one[:, 0]),
-        ("p99", 0.99, GOAL_LOOKUPS, lambda one: one[:, 0]),
-        ("p99 less waits for a core", 0.99, None, lambda one: one[:, 0] - one[:, 1]),
+    # Less waits: beside other work a lookup also waits for a core. The last line is about what two cores share.
+    for what, share, goal, less_waits, reference in (
+        ("p50, updating / idle", 0.5, None, 0, IDLE),
+        ("p99, updating / idle", 0.99, GOAL_LOOKUPS, 0, IDLE),
+        ("p99 less waits for a core, updating / idle", 0.99, None, 1, IDLE),
+        ("p99 less waits for a core, updating / another program computes", 0.99, None, 1, BESIDE),
     ):
-        ratios = [
-            float(np.quantile(seconds(a), share) / np.quantile(seconds(b), share))
-            for a, b in zip(busy, idle, strict=True)
-        ]
-        both = [float(np.quantile(seconds(np.concatenate(one)), share)) for one in (busy, idle)]
-        name = f"lookups of {LOOKUP_ROWS} rows, {where}: {what} busy / idle"
+        sides = [[one[:, 0] - less_waits * one[:, 1] for one in found[kind]] for kind in (UPDATING, reference)]
+        ratios = [float(np.quantile(a, share) / np.quantile(b, share)) for a, b in zip(*sides, strict=True)]
+        both = [float(np.quantile(np.concatenate(side), share)) for side in sides]
+        name = f"lookups of {LOOKUP_ROWS} rows, {where}: {what}"
         report.add(name, both[0] / both[1], goal=goal, low=min(ratios), high=max(ratios))
         report.note(f"      {1e6 * both[0]:.0f} us against {1e6 * both[1]:.0f} us")
-    counts = [sum(len(one) for one in kind) for kind in (busy, idle)]
-    report.note(f"      {counts[0]:,} lookups while deltas were applied, {counts[1]:,} idle")
+    counts = [sum(len(one) for one in rounds) for rounds in found.values()]
+    report.note(f"      {counts[0]:,} lookups while deltas were applied, {counts[1]:,} idle, {counts[2]:,} beside")
 
 
 # ---- apply

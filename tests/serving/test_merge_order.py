@@ -62,7 +62,7 @@ class World:
         for source in self.sources:
             view, board = source.newest_view()
             assert is_right(view)
-            assert view.epoch >= board.epoch, "what the board names can be taken"
+            assert view.epoch >= board.shown, "the newest version can be taken"
             assert board.is_whole(view.epoch), "the newest view is never torn"
         for view, board in self.taken:
             if not is_right(view):

@@ -218,16 +218,80 @@ def test_an_owner_that_died_while_it_loaded_leaves_nothing_behind(tmp_path: Path
     third.close()
 
 
-def test_memory_of_overlays_goes_when_they_are_merged(memory: SharedMemory) -> None:
+def test_overlays_are_written_in_turn_to_memory_that_stays(memory: SharedMemory) -> None:
     publisher = served(memory)
-    publisher.merge()
     before = memory.nbytes, len(names(memory.path))
-
-    for number in range(2, 30):
-        publish(publisher, memory, number)
+    overlays = set()
+    with AttachedTables(memory.folder) as tables:
+        for number in range(2, 30):
+            publisher.merge()  # as a loader does before it reads what changed
+            publish(publisher, memory, number)
+            mapped = tables._attached
+            assert seen(tables) == number
+            overlay = publisher.newest_view()[0].tables["t"].overlay
+            assert overlay is not None
+            overlays.add(name := memory.ref_of(overlay.rows).file)
+            if number > 4:
+                assert mapped is not None
+                assert tables._attached is not None
+                assert tables._attached.files[name] is mapped.former[name]
     publisher.merge()
 
+    assert len(overlays) == 2
+    assert (memory.nbytes, len(names(memory.path))) == (before[0], before[1] + 2)
+
+    for number in range(30, 70):  # no rows change
+        publisher.publish(number, number, {})
     assert (memory.nbytes, len(names(memory.path))) == before
+
+
+@pytest.mark.parametrize("merges", [True, False])
+def test_a_slow_reader_looks_again_before_its_overlay_is_written(memory: SharedMemory, merges: bool) -> None:
+    publisher = served(memory)
+    publish(publisher, memory, 2)
+    view, board = publisher.newest_view()
+    overlay = view.tables["t"].overlay
+    assert overlay is not None
+    publisher.merge()
+    assert board.is_whole(view.epoch)
+
+    for number in (3, 4, 5):
+        if merges:
+            publish(publisher, memory, number)
+            publisher.merge()
+        else:
+            publisher.publish(number, number, {})
+    publish(publisher, memory, 6)
+
+    assert (overlay.rows == 6 * SCALE).all()  # the memory that the view of version 2 reads
+    assert not board.is_whole(view.epoch)
+
+
+def test_an_overlay_that_is_larger_takes_other_memory(memory: SharedMemory) -> None:
+    publisher = served(memory)
+    held = publisher.newest_view()[0].tables["t"].base
+    for number, rows in enumerate([1, 1, 1, 40, 40, 1, 40, 1, 1], 2):
+        change: dict[int, int | None] = dict.fromkeys(range(rows), number)
+        publisher.publish(number, number, {"t": overlay_of(change, held, memory)})
+        with AttachedTables(memory.folder) as tables:
+            assert (tables.lookup("t", ROWS[:rows]) == number * SCALE).all()
+    publisher.merge()
+    assert len([name for name in names(memory.path) if "overlay" in name]) <= 2
+
+
+def test_a_merge_alone_is_followed_later(memory: SharedMemory) -> None:
+    times = [0.0]
+    publisher = served(memory)
+    publish(publisher, memory, 2)
+    with AttachedTables(memory.folder, clock=lambda: times[0]) as tables:
+        before = tables.newest_view()[0]
+        publisher.merge()
+        assert tables.newest_view()[0] is before
+        assert seen(tables) == 2
+
+        times[0] = attached_module.RECHECK_S
+
+        assert (seen(tables), tables.newest_view()[0].has_overlays) == (2, False)
 
 
 def test_what_a_failed_attempt_took_is_released(memory: SharedMemory) -> None:

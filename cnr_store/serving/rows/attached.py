@@ -39,12 +39,16 @@ ATTACH_ATTEMPTS = 100
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Attachment:
-    """What is mapped: replaced as a whole, so that lookups on other threads see one state of it."""
+    """What is mapped: replaced as a whole, so that lookups on other threads see one state of it.
+
+    ``former``: files of the version before, which the next one may be in.
+    """
 
     generation: int
     board: Board
     view: View
     files: Mapping[str, npt.NDArray[np.uint8]]
+    former: Mapping[str, npt.NDArray[np.uint8]]
     base: Mapping[str, tuple[BaseRef, BaseTable]]
 
 
@@ -114,9 +118,12 @@ class AttachedTables(TableLookups):
         attached = self._attached
         if attached is None:
             raise VersionNotFound(f"the tables in {self.folder} are not attached any more", path=str(self.folder))
+        least = attached.board.shown
         if self._is_time_to_check(attached.board):
             attached = self._follow_owner(attached)
-        if attached.board.epoch != attached.view.epoch:
+            least = attached.board.epoch
+        # A view that was merged since reads as before, until the next version: mapping costs more than a lookup.
+        if attached.view.epoch < least:
             attached = self._follow_epoch()
             if not attached.board.is_whole(attached.view.epoch):
                 attached = self._leave(attached)
@@ -186,22 +193,24 @@ class AttachedTables(TableLookups):
         folder = self._generation_path(generation)
         path = folder / f"view-{epoch}"
         document = parse_view(read_at_most(path, MAX_MANIFEST_BYTES), str(path))
-        known = {} if before is None else before.files
+        known = {} if before is None else {**before.former, **before.files}
         files: dict[str, npt.NDArray[np.uint8]] = {}
 
         def array_of(ref: ArrayRef) -> Array:
             if ref.file not in files:
-                file = folder / check_file_name(ref.file)
-                # A file's name is never used again, so one that is mapped already is the same.
-                files[ref.file] = known[ref.file] if ref.file in known else _mapped_file(file)
+                check_file_name(ref.file)
+                # A name is that of one file for ever, so one that is mapped already is the same.
+                files[ref.file] = known[ref.file] if ref.file in known else _mapped_file(folder / ref.file)
             memory = files[ref.file]
-            check_ref(ref, len(memory), str(folder / ref.file))
+            check_ref(ref, len(memory), f"{folder}/{ref.file}")  # not joined as paths: this is done within a lookup
             return np.ndarray(ref.shape, ref.dtype, buffer=memory.data, offset=ref.offset)
 
         view, base = view_of(document, array_of, {} if before is None else before.base)
         for ref, _ in base.values():
             files |= {name: known[name] for name in ref.files - files.keys()}
-        return _Attachment(generation, board, view, files, base)
+        former = {} if before is None or before.view.version == view.version else before.files
+        former = {name: file for name, file in former.items() if name not in files}
+        return _Attachment(generation, board, view, files, former, base)
 
     def _generation_path(self, generation: int) -> Path:
         path = self.folder / f"g{generation}"

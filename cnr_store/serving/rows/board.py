@@ -30,7 +30,7 @@ LONGEST_DEFERRAL_S = 2.0
 
 Cells = npt.NDArray[np.int64]
 
-_EPOCH, _WHOLE_FROM, _DEFERRED_UNTIL_NS, _ENDED = 0, 1, 2, 3
+_EPOCH, _WHOLE_FROM, _DEFERRED_UNTIL_NS, _ENDED, _SHOWN = 0, 1, 2, 3, 4
 
 
 @njit(nogil=True)
@@ -68,13 +68,20 @@ class Board:
         """Whether the publisher has closed, or another one has taken over."""
         return bool(_load(self._cells, _ENDED))
 
-    def announce(self, epoch: int) -> None:
-        """Publish view ``epoch``; its arrays were written before."""
+    @property
+    def shown(self) -> int:
+        """The first epoch that reads as the newest does: views from it on differ in what is merged alone."""
+        return int(_load(self._cells, _SHOWN))
+
+    def announce(self, epoch: int, *, is_merge: bool = False) -> None:
+        """Publish view ``epoch``; its arrays were written before. With ``is_merge`` it reads as the one before it."""
         _store(self._cells, _EPOCH, epoch)
+        if not is_merge:
+            _store(self._cells, _SHOWN, epoch)
 
     def begin_merge(self, epoch: int) -> None:
-        """Mark views before ``epoch`` as not whole; from here on base rows may be written."""
-        _store(self._cells, _WHOLE_FROM, epoch)
+        """Mark views before ``epoch`` as not whole; from here on base rows, and overlays of theirs, may be written."""
+        _store(self._cells, _WHOLE_FROM, max(epoch, int(_load(self._cells, _WHOLE_FROM))))
 
     def is_whole(self, epoch: int) -> bool:
         """Return whether everything read from view ``epoch`` before this call belongs to that view."""

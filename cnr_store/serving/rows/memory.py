@@ -66,6 +66,14 @@ class Memory:
     def release(self, block: int) -> None:
         """Free a block. Whoever has an array of it may still read it."""
 
+    def recycle(self, block: int) -> None:
+        """As `release`, of what was just merged: `allocate_together` may return it once no reader can have it.
+
+        Memory that goes and comes with each version is mapped and unmapped by each reader, in one of its lookups, which
+        then takes ten times as long.
+        """
+        self.release(block)
+
     def attempt(self) -> AbstractContextManager[None]:
         """Return a context that, if it ends with an error, releases what any thread allocated in it."""
         return nullcontext()

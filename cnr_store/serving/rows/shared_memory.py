@@ -28,7 +28,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.errors import Conflict, CorruptObject, NewerFormat
+from cnr_store.errors import Conflict, CorruptObject, NewerFormat, StorageFailure
 from cnr_store.format.documents import loads
 from cnr_store.format.limits import MAX_SMALL_BYTES
 from cnr_store.runtime.local_files import failing_at, lock_file, read_at_most, reserve, write_whole
@@ -55,6 +55,12 @@ _GENERATION = re.compile(r"g([0-9]{1,18})")
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.-]+")
 _NAME_LENGTH = 80
 _RESERVE_STEP = 1 << 20
+_SPARE_SHARE = 8
+"""A new block has room for an eighth more, which takes no memory: the next overlay may be larger."""
+_VIEWS_BETWEEN = 2
+"""Views after a merge at which its overlay may be written again: one that is shown, and the next."""
+_SPARE_VIEWS = 32
+"""Views after which a block that was not written again is unlinked: its table changes rarely, or is gone."""
 _MOST_GENERATIONS = 10**17
 """Numbers below have at most the digits of `_GENERATION`."""
 
@@ -81,11 +87,15 @@ class SharedGeneration(msgspec.Struct, frozen=True):
 _DECODER = msgspec.json.Decoder(SharedGeneration)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Block:
+    """A file: its mapped bytes, of which the first ``used`` are allocated."""
+
+    name: str
     path: Path
+    memory: Array
     address: int
-    nbytes: int
+    used: int
 
 
 class SharedMemory(Memory):
@@ -112,6 +122,10 @@ class SharedMemory(Memory):
         self._blocks: dict[int, _Block] = {}
         self._addresses: list[tuple[int, int]] = []
         self._epochs: list[int] = []
+        self._merged: list[tuple[int, _Block]] = []
+        """What `recycle` was given: views from this epoch on do not have the block."""
+        self._spare: dict[str, tuple[int, _Block]] = {}
+        """Blocks that no reader can have, by name, and the epoch from which on they were spare."""
         self._attempts: list[list[int]] = []
         self._is_current = False
         self._publishers: weakref.WeakSet[Publisher] = weakref.WeakSet()
@@ -148,7 +162,7 @@ class SharedMemory(Memory):
     def nbytes(self) -> int:
         """Bytes of all blocks that are not released, room to grow included."""
         with self._guard:
-            return sum(block.nbytes for block in self._blocks.values())
+            return sum(len(block.memory) for block in self._blocks.values())
 
     def allocate(
         self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, used_rows: int | None = None
@@ -161,7 +175,9 @@ class SharedMemory(Memory):
     def allocate_together(self, name: str, arrays: Sequence[ArrayShape]) -> tuple[Array, ...]:
         """See `Memory.allocate_together`."""
         offsets, size = offsets_of(arrays)
-        block = self._block(name, size, size)
+        block = self._spare_block(name, size)
+        if block is None:
+            block = self._block(name, size + size // _SPARE_SHARE, size)
         return tuple(_array(block, at, shape, dtype) for at, (shape, dtype) in zip(offsets, arrays, strict=True))
 
     def reserve(self, array: Array, used_rows: int) -> None:
@@ -176,13 +192,7 @@ class SharedMemory(Memory):
             return
         block = self._blocks[number]
         end = _address(array) - block.address + used_rows * (array.nbytes // len(array))
-        end = min(block.nbytes, -(-end // _RESERVE_STEP) * _RESERVE_STEP)
-        with _failing_at(block.path, end):
-            file = os.open(block.path, os.O_RDWR | os.O_NOFOLLOW)
-            try:
-                reserve(file, end)
-            finally:
-                os.close(file)
+        _reserve(block, min(len(block.memory), -(-end // _RESERVE_STEP) * _RESERVE_STEP))
 
     def block_of(self, array: Array) -> int | None:
         """See `Memory.block_of`."""
@@ -193,18 +203,19 @@ class SharedMemory(Memory):
                 return None
             number = self._addresses[at][1]
             block = self._blocks[number]
-            return number if address < block.address + block.nbytes else None
+            return number if address < block.address + len(block.memory) else None
 
     def release(self, block: int) -> None:
         """See `Memory.release`: the file is unlinked, and its memory goes when no process maps it any longer."""
-        with self._guard:
-            found = self._blocks.pop(block, None)
-            if found is None:
-                return
-            self._addresses.remove((found.address, block))
-        # Somebody may have emptied the folder; then there is nothing to unlink.
-        with _failing_at(found.path):
-            found.path.unlink(missing_ok=True)
+        found = self._taken_back(block)
+        if found is not None:
+            _unlink(found.path)
+
+    def recycle(self, block: int) -> None:
+        """See `Memory.recycle`; the newest view is the one after the merge."""
+        found = self._taken_back(block)
+        if found is not None:
+            self._merged.append((self._epochs[-1], found))
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -245,9 +256,9 @@ class SharedMemory(Memory):
         if not self._is_current:
             self._supersede()
         for epoch in [one for one in self._epochs if one < before]:
-            with _failing_at(self.view_path(epoch)):
-                self.view_path(epoch).unlink(missing_ok=True)
+            _unlink(self.view_path(epoch))
             self._epochs.remove(epoch)
+        self._make_spare(before)
 
     def view_path(self, epoch: int) -> Path:
         """Return the file that describes a view."""
@@ -291,16 +302,56 @@ class SharedMemory(Memory):
             except BaseException:
                 path.unlink(missing_ok=True)
                 raise
-        address = _address(memory)
+        return self._given(number, _Block(name, path, memory, _address(memory), used))
+
+    def _make_spare(self, epoch: int) -> None:
+        """Make those of the merged blocks spare that were merged two views ago, and unlink what was spare for long."""
+        ready = [one for one in self._merged if one[0] + _VIEWS_BETWEEN <= epoch]
+        self._merged = [one for one in self._merged if one[0] + _VIEWS_BETWEEN > epoch]
         with self._guard:
-            self._blocks[number] = _Block(path, address, size)
-            bisect.insort(self._addresses, (address, number))
+            gone = [name for name, (since, _) in self._spare.items() if since + _SPARE_VIEWS < epoch]
+            gone += [block.name for _, block in ready if block.name in self._spare]
+            old = [self._spare.pop(name)[1] for name in gone]
+            for merged_at, block in ready:
+                self.board.begin_merge(merged_at)  # readers of earlier views look again
+                self._spare[block.name] = (epoch, block)
+        for block in old:
+            _unlink(block.path)
+
+    def _spare_block(self, name: str, size: int) -> Array | None:
+        """Return a block that was recycled, if there is one for ``size`` bytes that is not far too large."""
+        with self._guard:
+            _, block = self._spare.get(name, (0, None))
+            if block is None or not size <= len(block.memory) <= 2 * size:
+                return None
+            del self._spare[name]
+        if size > block.used:
+            try:
+                _reserve(block, size)
+            except StorageFailure:
+                _unlink(block.path)
+                raise
+        return self._given(next(self._count), replace(block, used=max(size, block.used)))
+
+    def _given(self, number: int, block: _Block) -> Array:
+        with self._guard:
+            self._blocks[number] = block
+            bisect.insort(self._addresses, (block.address, number))
             for taken in self._attempts:
                 taken.append(number)
-        return memory
+        return block.memory
+
+    def _taken_back(self, number: int) -> _Block | None:
+        with self._guard:
+            block = self._blocks.pop(number, None)
+            if block is not None:
+                self._addresses.remove((block.address, number))
+            return block
 
     def _release_lock(self) -> None:
         fd, self._lock_fd = self._lock_fd, -1
+        # Not under the guard: in a forked child another thread may have it for ever.
+        self._blocks, self._addresses, self._merged, self._spare = {}, [], [], {}
         if fd >= 0:
             os.close(fd)
 
@@ -378,6 +429,21 @@ def map_file(
         return np.frombuffer(mmap.mmap(file, size, access=access, **_NO_DESCRIPTOR), np.uint8)
     finally:
         os.close(file)
+
+
+def _unlink(path: Path) -> None:
+    # Somebody may have emptied the folder; then there is nothing to unlink.
+    with _failing_at(path):
+        path.unlink(missing_ok=True)
+
+
+def _reserve(block: _Block, used: int) -> None:
+    with _failing_at(block.path, used):
+        file = os.open(block.path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            reserve(file, used)
+        finally:
+            os.close(file)
 
 
 def _array(block: Array, offset: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:

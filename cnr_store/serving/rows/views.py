@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -258,9 +258,10 @@ class Publisher:
                 overlay = view.tables[name].overlay
                 assert overlay is not None
                 merge_into(target, overlay)
-            self._swap(after)
+            self._swap(after, is_merge=True)
             self._blocks |= self._blocks_of(_arrays_of(after))
-            self._sweep()
+            overlays = (array for table in view.tables.values() for array in _arrays_of_change(table.overlay))
+            self._sweep(merged=self._blocks_of(overlays))
             return True
 
     def merge_due_in_s(self) -> float | None:
@@ -313,9 +314,9 @@ class Publisher:
         self._staged = self._staged_before = None
         self._can_unstage = False
 
-    def _swap(self, view: View) -> None:
+    def _swap(self, view: View, *, is_merge: bool = False) -> None:
         self._view = view
-        self.board.announce(view.epoch)
+        self.board.announce(view.epoch, is_merge=is_merge)
         self._published_at = self._clock()
         self._memory.drop_views(view.epoch)
 
@@ -384,12 +385,12 @@ class Publisher:
         blocks = (self._memory.block_of(array) for array in arrays)
         return {block for block in blocks if block is not None}
 
-    def _sweep(self) -> None:
-        """Release the blocks that no view uses."""
+    def _sweep(self, merged: Set[int] = frozenset()) -> None:
+        """Release the blocks that no view uses; of them, ``merged`` have the next overlays."""
         views = (self._view, self._staged, self._staged_before)
         live = self._blocks_of(array for view in views if view is not None for array in _arrays_of(view))
         for block in self._blocks - live:
-            self._memory.release(block)
+            (self._memory.recycle if block in merged else self._memory.release)(block)
         self._blocks = live
 
 
