@@ -27,8 +27,8 @@ import pytest
 from cnr_store import CnrStoreError, Store, TableOptions, repair_store, verify_store
 from cnr_store.format.layout import HINT, IDENTITY, MANIFEST, RECEIPT, commit_key
 from cnr_store.maintenance.compaction import compact_run
-from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.memory import created, opened
 from tests.support.snapshot_bytes import bytes_of
 
 ROOT = "/s"
@@ -40,7 +40,7 @@ SAMPLED = 200
 def build() -> IsolatedMemoryFileSystem:
     files = IsolatedMemoryFileSystem()
     numbers = np.random.default_rng(5)
-    store = Store.create_on(storage_from_filesystem(files, ROOT), threads=1)
+    store = created(files, ROOT)
     lattice = numbers.integers(-9, 9, (6, 2)).astype(np.float32)
     exact, affine = numbers.normal(size=(5, 2)).astype(np.float32), numbers.normal(size=(4, 8)).astype(np.float32)
     slot = np.abs(numbers.normal(size=6)).astype(np.float32)
@@ -82,7 +82,7 @@ def build() -> IsolatedMemoryFileSystem:
 def build_overflow() -> IsolatedMemoryFileSystem:
     """A store of one small table, and more tags than a record has room for."""
     files = IsolatedMemoryFileSystem()
-    store = Store.create_on(storage_from_filesystem(files, ROOT), threads=1)
+    store = created(files, ROOT)
     with store.writer() as writer, writer.begin(step=1) as txn:
         txn.write_table("t", np.ones((2, 2), np.float32), options=TableOptions(scale=1.0))
     for number in range(9):
@@ -94,7 +94,7 @@ def build_overflow() -> IsolatedMemoryFileSystem:
 def build_smallest() -> IsolatedMemoryFileSystem:
     """A baseline and a delta of one table, small enough to flip every byte of everything."""
     files = IsolatedMemoryFileSystem()
-    store = Store.create_on(storage_from_filesystem(files, ROOT), threads=1)
+    store = created(files, ROOT)
     values = np.arange(8, dtype=np.float32).reshape(4, 2)
     with store.writer() as writer:
         with writer.begin(step=1) as txn:
@@ -143,7 +143,7 @@ class Sweep:
         self.chains = {version: {f"data/{name}" for name in chain} for chain, version in chains.items()}
 
     def open(self) -> Store:
-        return Store.open_on(storage_from_filesystem(self.files, ROOT), threads=1)
+        return opened(self.files, ROOT)
 
     def put(self, key: str, data: bytes | None) -> None:
         if data is None:

@@ -18,7 +18,6 @@ from cnr_store.format.commit_record import is_live
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.serving import Loader
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
-from tests.support.inline_workers import InlineWorkers
 from tests.support.loader_checks import opened_loader
 from tests.support.memory import created, opened
 from tests.support.store_oracle import same_bits
@@ -165,9 +164,7 @@ class Process(FaultyFileSystem):
 
 
 def loader_of(fs: Process, **options: Any) -> Loader:
-    store = opened(fs)
-    store.internals.workers = store.internals.read_workers = InlineWorkers()
-    return opened_loader(store, **options)
+    return opened_loader(opened(fs), **options)
 
 
 def live(world: World, fault: Fault | None, options: dict[str, Any]) -> Process:

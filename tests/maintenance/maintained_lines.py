@@ -17,9 +17,9 @@ from cnr_store.errors import BranchNotFound, DoesNotApply, Fenced, VersionExpire
 from cnr_store.format.layout import DATA, DATA_GROUP, MANIFEST, RECEIPT, segment_key
 from cnr_store.log.leases import CLOCK_TOLERANCE_MS
 from cnr_store.segment.shards import Shard
-from cnr_store.storage import storage_from_filesystem
-from tests.store.test_store_machine import QUICK, Flaky, State, StoreMachine, compare
+from tests.store.test_store_machine import Flaky, State, StoreMachine, compare
 from tests.support.faulty import Call
+from tests.support.memory import opened
 from tests.support.retention_model import NOTHING_SAVED, LogModel, Rules
 from tests.support.store_oracle import CODED
 
@@ -94,8 +94,7 @@ class MaintainedLines(StoreMachine):
 
     def open_line(self, line: Line, fs: Any = None) -> Store:
         """A line, opened again as by another process."""
-        storage = storage_from_filesystem(self.inner if fs is None else fs, "/root")
-        return Store.open_on(storage, branch=line.name, threads=1, retry=QUICK)
+        return opened(self.inner if fs is None else fs, branch=line.name)
 
     @property
     def main(self) -> Line:

@@ -252,6 +252,7 @@ class MaintainedStoreMachine(MaintainedLines):
         self.was_killed = False
         self.check_storage(now_ms)
         self.check_versions()
+        self.compared = None
         self.check_mirrors()
         for line in ending:
             self.check_ended(line)

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from cnr_store import Store
-from tests.relay.relays import FAR, QUICK, place
+from tests.relay.relays import FAR, place
 from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.memory import QUICK
 
 
 @pytest.fixture

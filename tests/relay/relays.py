@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from cnr_store import CorruptStore, RetentionPolicy, Store, TableOptions, collect_garbage
-from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.relay.relay import Relay
 from cnr_store.storage import Storage, storage_from_filesystem
 from cnr_store.write.writer_state import CommitKind
 from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.memory import opened
 
 FAR, NEAR = "/far", "/near"
-QUICK = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)
 ROWS, DIM = 40, 4
 DAY_MS = 86_400_000
 
@@ -36,7 +35,7 @@ def place(files: fsspec.AbstractFileSystem, root: str = NEAR) -> Storage:
 
 
 def near(files: fsspec.AbstractFileSystem, root: str = NEAR) -> Store:
-    return Store.open_on(place(files, root), threads=1, retry=QUICK)
+    return opened(files, root)
 
 
 def save(store: Store, *values: float, kind: CommitKind | None = None) -> list[int]:

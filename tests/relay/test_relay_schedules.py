@@ -24,14 +24,13 @@ from cnr_store import (
     verify_store,
 )
 from cnr_store.errors import NotAStore, VersionExpired, VersionNotFound
-from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.relay import target as target_module
 from cnr_store.relay.relay import Relay
 from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import Call, Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
+from tests.support.memory import created, opened
 
 FAR, NEAR = "/far", "/near"
-QUICK = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)
 ROWS, DIM = 5, 2
 SCHEDULES = int(os.environ.get("CNR_RELAY_SCHEDULES", "20"))
 FAULTS = [
@@ -57,10 +56,10 @@ class World:
         self.is_nested = False
         self.looking = 0
         self.newest_seen = 0
-        Store.create_on(storage_from_filesystem(self.files, FAR), threads=1, retry=QUICK).close()
+        created(self.files, FAR).close()
 
     def opened(self, root: str, fs: fsspec.AbstractFileSystem | None = None) -> Store:
-        return Store.open_on(storage_from_filesystem(fs or self.files, root), threads=1, retry=QUICK)
+        return opened(fs or self.files, root)
 
     # ---- the source
 

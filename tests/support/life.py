@@ -48,7 +48,7 @@ from cnr_store.write.writer import Writer
 from format_spec.generate_golden import in_turn
 from tests.support.faulty import Call, Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
 from tests.support.faulty_world import FAULTS, ROOT, FaultyWorld, OnCall
-from tests.support.inline_workers import InlineWorkers
+from tests.support.inline_workers import inline
 from tests.support.schedule import Actor
 
 ROWS, DIM = 4, 2
@@ -125,14 +125,14 @@ class World(FaultyWorld):
                 on_call(call)
 
         view = self.view(at_call, fault)
-        store = Store.open_on(storage_from_filesystem(view, ROOT), threads=1, retry=RetryPolicy(deadline_s=0.3))
+        storage = storage_from_filesystem(view, ROOT)
+        store = inline(Store.open_on(storage, threads=1, retry=RetryPolicy(deadline_s=0.3)))
         self.opened[id(store)] = view
         now = [0.0]
 
         def sleep(seconds: float) -> None:
             now[0] += seconds
 
-        store.internals.workers = store.internals.read_workers = InlineWorkers()
         # What is asked of a storage has tests of its own.
         store.storage.probe = lambda: None  # type: ignore[method-assign]
         log = store.internals.log
@@ -141,9 +141,7 @@ class World(FaultyWorld):
 
     def look(self) -> Store:
         """Open the store as one who disturbs nobody and whom nothing disturbs."""
-        store = Store.open_on(storage_from_filesystem(self.files, ROOT), threads=1)
-        store.internals.workers = store.internals.read_workers = InlineWorkers()
-        return store
+        return inline(Store.open_on(storage_from_filesystem(self.files, ROOT), threads=1))
 
     def check_read(self, record: CommitRecord, values: Values, dense: Values | None = None) -> None:
         """What was read of a version is what was trained."""

@@ -11,21 +11,19 @@ import numpy as np
 from hypothesis import strategies as st
 
 from cnr_store import Store
-from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.shards import Shard
-from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Rectangle
 from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
 from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.memory import created, opened
 from tests.support.ranks import ThreadRank, on_ranks
 from tests.support.store_oracle import ABSENT, KINDS, TableModel, same_bits, training_slots, training_values
 
 Array = np.ndarray[Any, Any]
 Placed = dict[str, list[Rectangle]]
-QUICK = RetryPolicy(deadline_s=0.02, first_delay_s=0.001, max_delay_s=0.002)
 
 TABLES = {
     "plain": ("lattice_wide", 23, 6),
@@ -40,12 +38,12 @@ WHOLE_ROWS = {name for name, (kind, _, _) in TABLES.items() if "row" in KINDS[ki
 def open_store(files: Any) -> Store:
     if isinstance(files, Path):
         return Store.open(str(files), fsync=False, threads=1)
-    return Store.open_on(storage_from_filesystem(files, "/root"), threads=1, retry=QUICK)
+    return opened(files)
 
 
 def new_files() -> IsolatedMemoryFileSystem:
     files = IsolatedMemoryFileSystem()
-    Store.create_on(storage_from_filesystem(files, "/root"), threads=1, retry=QUICK).close()
+    created(files).close()
     return files
 
 
