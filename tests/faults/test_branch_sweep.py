@@ -143,7 +143,7 @@ def test_calm_run_is_right() -> None:
 
 
 def test_branches_survive_a_fault_at_any_other_storage_call() -> None:
-    survived(BranchLife(), CI_FAULTS, every=2)
+    survived(BranchLife(), CI_FAULTS, every=5)
 
 
 @pytest.mark.soak

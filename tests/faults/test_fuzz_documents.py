@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 VECTORS = json.loads((ROOT / "format_spec" / "golden" / "negative" / "vectors.json").read_text())
 PROGRAM = "tests.faults.fuzz_program"
-CI_CASES, CI_TRAININGS, SOAK_CASES, SOAK_TRAININGS, PROCESSES = 200, 30, 10_000, 1_000, 2
+CI_CASES, CI_TRAININGS, SOAK_CASES, SOAK_TRAININGS, PROCESSES = 120, 16, 10_000, 1_000, 2
 
 HOSTILE = (
     "chain_entry_counts_other_rows", "delta_without_a_chain", "dense_array_that_is_not_there", "dense_empty_digest",

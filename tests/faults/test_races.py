@@ -16,7 +16,7 @@ from tests.faults.life_program import noted
 from tests.support.launcher import Server
 from tests.support.servers import Place
 
-COMMITS = 200
+COMMITS = 100
 CI_SAVES_ON_SERVERS = 40
 """Saves and fences take seconds there; `make soak` makes them all."""
 BACKENDS = [
@@ -101,4 +101,4 @@ def test_two_processes_race_and_each_position_has_one_winner(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", BACKENDS, indirect=True)
 def test_two_processes_race_two_hundred_commits_each(lives: Server, place: Place, tmp_path: Path, kind: str) -> None:
-    sys.stdout.write(race(lives, place, tmp_path, kind, 2 * COMMITS))
+    sys.stdout.write(race(lives, place, tmp_path, kind, 4 * COMMITS))

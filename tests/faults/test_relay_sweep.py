@@ -169,7 +169,7 @@ def test_calm_run_is_right() -> None:
 
 @pytest.mark.parametrize("fault", CI_FAULTS)
 def test_a_relay_survives_a_fault_at_many_storage_calls(fault: FaultKind) -> None:
-    survived(Mirrored(), (fault,), every=5)
+    survived(Mirrored(), (fault,), every=20)
 
 
 @pytest.mark.soak

@@ -109,7 +109,7 @@ class Consumer:
 
 @pytest.mark.parametrize(
     ("since", "registers", "calls_hit", "every"),
-    [(None, True, 1, 1), (0, False, 1, 2), (0, True, 4, 6), (3, True, 1, 4)],
+    [(None, True, 1, 1), (0, False, 1, 4), (0, True, 4, 12), (3, True, 1, 8)],
 )
 def test_a_consumer_goes_on_behind_every_fault(since: int | None, registers: bool, calls_hit: int, every: int) -> None:
     report = survived(Consumer(since, registers=registers), FAULTS, calls_hit=calls_hit, every=every)

@@ -360,7 +360,7 @@ class MaintainedStoreMachine(MaintainedLines):
 
 
 def test_a_maintained_store_is_what_the_training_saved() -> None:
-    run(examples=30, steps=22, machine=MaintainedStoreMachine)
+    run(examples=16, steps=22, machine=MaintainedStoreMachine)
 
 
 @pytest.mark.soak

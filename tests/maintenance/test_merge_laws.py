@@ -156,7 +156,7 @@ def merge_tilings(
     store.close()
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(seed=SEEDS, chunk_bytes=CHUNKS, merged_chunk_bytes=CHUNKS)
 def test_merged_chains_of_any_encoding_lead_to_the_same_bits(
     seed: int, chunk_bytes: int, merged_chunk_bytes: int
@@ -164,7 +164,7 @@ def test_merged_chains_of_any_encoding_lead_to_the_same_bits(
     merge_encodings(seed, chunk_bytes, merged_chunk_bytes)
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(
     seed=SEEDS, additive=st.booleans(), row_slot=st.booleans(), states_digest=st.booleans(), chunk_bytes=CHUNKS,
     merged_chunk_bytes=CHUNKS,

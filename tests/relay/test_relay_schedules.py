@@ -32,7 +32,7 @@ from tests.support.memory import created, opened
 
 FAR, NEAR = "/far", "/near"
 ROWS, DIM = 5, 2
-SCHEDULES = int(os.environ.get("CNR_RELAY_SCHEDULES", "20"))
+SCHEDULES = int(os.environ.get("CNR_RELAY_SCHEDULES", "16"))
 FAULTS = [
     FaultKind.FAIL_BEFORE,
     FaultKind.FAIL_AFTER,
@@ -163,7 +163,8 @@ class World:
         assert head.v >= self.newest_seen
         self.newest_seen = head.v
         assert self.value_at(copy, head.v) == self.truth[head.v]
-        for version in range(copy.internals.log.first, head.v):
+        older = range(copy.internals.log.first, head.v)
+        for version in self.random.sample(older, min(3, len(older))):
             try:
                 found = self.value_at(copy, version)
             except (VersionExpired, VersionNotFound):
@@ -219,7 +220,7 @@ def test_no_order_of_events_leaves_a_relay_with_a_partial_version(monkeypatch: p
 @pytest.mark.timeout(3600)
 def test_no_order_of_very_many_events_does(monkeypatch: pytest.MonkeyPatch) -> None:
     with quick_retries(monkeypatch):
-        for seed in range(10_000, 10_000 + 50 * SCHEDULES):
+        for seed in range(10_000, 10_000 + 60 * SCHEDULES):
             try:
                 play(seed)
             except (AssertionError, CnrStoreError) as error:

@@ -270,7 +270,7 @@ def check_is_state(loader: Loader, state: State) -> None:
 
 
 def test_loaders_serve_what_the_training_saved() -> None:
-    run(examples=14, steps=22, machine=LoaderMachine)
+    run(examples=10, steps=22, machine=LoaderMachine)
 
 
 @pytest.mark.soak

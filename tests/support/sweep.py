@@ -6,8 +6,9 @@ sees is exactly one committed state.
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import fsspec
 
 from cnr_store.errors import CnrStoreError, CommitStateUnknown, CorruptStore, StorageFailure, UnsafeBackend
-from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
+from tests.support.faulty import Call, Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
 
 ALL_FAULTS: tuple[FaultKind, ...] = tuple(FaultKind)
 CI_FAULTS = (FaultKind.CRASH, FaultKind.CRASH_AFTER, FaultKind.FAIL_BEFORE, FaultKind.LOST_REPLY)
@@ -103,7 +104,7 @@ def sweep(
     delay_calls
         A delayed put is run once for each: after how many calls its bytes land.
     every
-        Sweep each ``every``-th call only, for a small tier of a long scenario.
+        Sweep each ``every``-th call, and one of each operation on each kind of object; for a small tier.
     """
     prepared = IsolatedMemoryFileSystem()
     scenario.prepare(prepared)
@@ -113,7 +114,7 @@ def sweep(
     scenario.run(calm, acknowledged)
     scenario.check(FaultyFileSystem(calm.inner), acknowledged)
     report = SweepReport(calls=len(calm.calls), faults=len(kinds))
-    for call in calm.calls[::every]:
+    for call in sampled(calm.calls, every):
         for kind in kinds:
             if not kind.applies_to(call.operation):
                 continue
@@ -121,6 +122,22 @@ def sweep(
                 fault = Fault(kind, call.index, calls=calls_hit, delay_calls=delay)
                 _run_once(scenario, prepared.fork(), fault, f"{call.operation} {call.path}", report)
     return report
+
+
+def sampled(calls: Sequence[Call], every: int) -> list[Call]:
+    """Return each ``every``-th call, and the first of each operation on each kind of object that is not among those."""
+    chosen = {call.index for call in calls[::every]}
+    kinds = {(call.operation, kind_of(call.path)) for call in calls[::every]}
+    for call in calls:
+        if (call.operation, kind_of(call.path)) not in kinds:
+            kinds.add((call.operation, kind_of(call.path)))
+            chosen.add(call.index)
+    return [call for call in calls if call.index in chosen]
+
+
+def kind_of(path: str) -> str:
+    """The path of an object without numbers and names of segments: alike for objects of one kind."""
+    return re.sub(r"[0-9a-f-]*[0-9][0-9a-f-]*", "", path)
 
 
 def survived(scenario: Scenario, faults: Iterable[FaultKind] = ALL_FAULTS, **options: Any) -> SweepReport:

@@ -99,6 +99,8 @@ class ChainChecks:
         self._findings = findings
         self._workers = workers
         self._progress = progress
+        self._opened: dict[ChainEntry, SegmentReader] = {}
+        """Those of the chain before: the next one shares most of its segments."""
 
     def check_chains(self, targets: list[LogEntry], *, deep: bool) -> None:
         """Read every object of these chains, and with ``deep`` replay their tables. Blocks."""
@@ -126,11 +128,12 @@ class ChainChecks:
         readers = []
         for item in entry.record.chain:
             versions = self._view.versions_of(item.seg) or (entry.record.v,)
-            reader = open_segment(self._storage, item, versions, self._findings)
+            reader = self._opened.get(item) or open_segment(self._storage, item, versions, self._findings)
             readers.append(reader)
             for problem in self._reads.objects_of(item.seg, partial(self._read_segment, item, reader, versions, count)):
                 # An object that no version needs, such as a receipt, affects no version of this log either.
                 self._findings.add(replace(problem, versions=versions if problem.versions else ()))
+        self._opened = {item: reader for item, reader in zip(entry.record.chain, readers, strict=True) if reader}
         return readers
 
     def _read_segment(
@@ -181,9 +184,10 @@ class ChainChecks:
         readers: list[SegmentReader] = []
         for index, item in enumerate(chain):
             try:
-                readers.append(SegmentReader.open(self._storage, item))
+                readers.append(self._opened.get(item) or SegmentReader.open(self._storage, item))
             except CorruptStore as error:
                 return [], [FailedReplay(index, error)]
+        self._opened = dict(zip(chain, readers, strict=True))
         return in_chain(readers), []
 
     def _add_state(self, names: Sequence[str], found: WrongState | FailedReplay) -> None:

@@ -19,7 +19,6 @@ from tests.serving.soak.witness import NUM_WITNESSES, different_rows, make_table
 
 LOOKUP_ROWS = 256
 LOOKUP_WITNESSES = 4
-PAUSE_S = 0.001
 TICK_S = 0.25
 COMPARE_EVERY_S = 1.0
 COMPARE_ROWS = 8_192
@@ -33,16 +32,16 @@ Find = Callable[[Ids], LookupBatch]
 class LookupThread:
     """Looks up traffic with witness rows in it, and checks that each batch has one version."""
 
-    def __init__(self, find: Find, rows: Mapping[str, int], channel: Channel, seed: int) -> None:
+    def __init__(self, find: Find, rows: Mapping[str, int], channel: Channel, seed: int, pause_s: float) -> None:
         self.lookups = 0
         self.last: tuple[LookupBatch, Ids] | None = None
         self._find, self._rows, self._channel = find, rows, channel
         self._random = np.random.default_rng(seed)
-        self._version = -1
+        self._pause_s, self._version = pause_s, -1
 
     def run(self, ends: threading.Event) -> None:
         """Look up rows until ``ends`` is set."""
-        while not ends.wait(PAUSE_S):
+        while not ends.wait(self._pause_s):
             ids = {table: self._ids(count) for table, count in self._rows.items()}
             batch = self._find(ids)
             if batch.version != self._version:
@@ -89,7 +88,9 @@ def play(task: Mapping[str, Any], channel: Channel) -> None:
     ):  # fmt: skip
         finds: list[Find] = [loader.lookup_many, loader.lookup_many if attached is None else attached.lookup_many]
         seed = task["seed"] * 1_000 + 10 * task["index"]
-        workers = [LookupThread(find, rows, channel, seed + number) for number, find in enumerate(finds)]
+        workers = [
+            LookupThread(find, rows, channel, seed + number, task["pause_s"]) for number, find in enumerate(finds)
+        ]
         ends = threading.Event()
         threads = [threading.Thread(target=worker.run, args=(ends,), daemon=True) for worker in workers]
         threads.append(threading.Thread(target=_follow, args=(loader, channel, ends, interval_s), daemon=True))

@@ -182,11 +182,11 @@ class _Soak:
 
 
 def _task(options: ServeOptions, name: str, folder: str) -> Mapping[str, Any]:
-    # Short runs save more often, so that there are versions to follow.
-    save_every_s = 1.0 if options.seconds >= LONG_RUN_S else 0.4
+    # Short runs save more often, so that there are versions to follow, and look up less, so that the others get on.
+    save_every_s, pause_s = (1.0, 0.001) if options.seconds >= LONG_RUN_S else (0.4, 0.01)
     return {
         "module": f"tests.serving.soak.{MODULES[name]}", "store": options.store, "rows": options.rows,
-        "seed": options.seed, "index": NAMES.index(name), "save_every_s": save_every_s,
+        "seed": options.seed, "index": NAMES.index(name), "save_every_s": save_every_s, "pause_s": pause_s,
         "poll_interval_s": POLL_INTERVAL_S, "folder": folder,
         "shared": str(Path(folder, "shared")) if name == INFERENCE[1] else None,
     }  # fmt: skip

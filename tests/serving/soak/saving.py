@@ -23,7 +23,7 @@ PAUSE_S = 0.03
 
 NUM_DENSE = 4
 BATCH_SIZE = 256
-NUM_SAMPLES = 400 * BATCH_SIZE
+NUM_SAMPLES = 64 * BATCH_SIZE
 
 
 def make_model(tables: Mapping[str, int], seed: int) -> SmallDLRM:
