@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cnr_store import Store, verify_store
+from tests.support.launcher import Launcher, Program
 
 pytest.importorskip("torchft", reason="needs the extra frameworks")
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS, DIES = 40, 4
 
 pytestmark = pytest.mark.slow
@@ -39,36 +38,34 @@ def lighthouse(tmp_path: Path) -> Iterator[str]:
         process.wait()
 
 
-def start(folder: Path, lighthouse: str, group: int, dies: int) -> subprocess.Popen[bytes]:
-    paths = os.pathsep.join(str(REPOSITORY / part) for part in ("", "gpu", "tools"))
-    environment = os.environ | {"PYTHONPATH": paths, "TORCHFT_LIGHTHOUSE": lighthouse, "GLOO_SOCKET_IFNAME": "lo"}
-    with (folder / f"{group}-output.txt").open("a") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.integrations.torchft_program", str(folder), *map(str, (group, STEPS, dies))],
-            cwd=REPOSITORY, env=environment, stdout=output, stderr=output,
-        )  # fmt: skip
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    with closing(Launcher("cnr_store.training", "torchft")) as started:
+        yield started
 
 
-def steps_of(folder: Path, group: int) -> list[tuple[int, int]]:
+def group_of(folder: Path, lighthouse: str, group: int, call: str) -> Program:
+    code = f"import pathlib, tests.integrations.torchft_program as program; program.{call}"
+    arguments = f"(pathlib.Path({str(folder)!r}), {group}, {STEPS}, {DIES if call == 'train_twice' else -1})"
+    return Program(["-c", code + arguments], {"TORCHFT_LIGHTHOUSE": lighthouse, "GLOO_SOCKET_IFNAME": "lo"})
+
+
+def steps_of(file: Path) -> list[tuple[int, int]]:
     """Each step that a group did, and how many groups did it."""
-    lines = (folder / f"{group}.txt").read_text().splitlines()
-    return [(int(step), int(groups)) for step, groups in map(str.split, lines)]
+    return [(int(step), int(groups)) for step, groups in map(str.split, file.read_text().splitlines())]
 
 
 @pytest.mark.parametrize("lost", [1, 0], ids=["another", "the one that saves"])
-def test_a_replica_group_that_comes_back_goes_on_with_the_others(tmp_path: Path, lighthouse: str, lost: int) -> None:
-    groups = [start(tmp_path, lighthouse, group, DIES if group == lost else -1) for group in (0, 1)]
-    try:
-        assert groups[lost].wait(120) == -signal.SIGKILL
-        before = steps_of(tmp_path, lost)
-        groups[lost] = start(tmp_path, lighthouse, lost, -1)
-        assert [group.wait(120) for group in groups] == [0, 0], (tmp_path / f"{lost}-output.txt").read_text()[-3000:]
-    finally:
-        for group in groups:
-            group.kill()
-            group.wait()
+def test_a_replica_group_that_comes_back_goes_on_with_the_others(
+    tmp_path: Path, lighthouse: str, launcher: Launcher, lost: int
+) -> None:
+    calls = ["train_twice" if group == lost else "train" for group in (0, 1)]
 
-    after = steps_of(tmp_path, lost)[len(before) :]
+    ended = launcher.run(*(group_of(tmp_path, lighthouse, *one) for one in enumerate(calls)), folder=tmp_path)
+
+    assert [one.returncode for one in ended] == [0, 0], [one.stderr[-3000:] for one in ended]
+    before = steps_of(tmp_path / "before.txt")
+    after = steps_of(tmp_path / f"{lost}.txt")[len(before) :]
     assert after[0][0] > before[-1][0]  # it did not begin anew
     assert after[-1] == (STEPS, 2)
     with np.load(tmp_path / "0.npz") as first, np.load(tmp_path / "1.npz") as second:

@@ -1,7 +1,6 @@
 """A replica group of one process under torchft, which trains with another one; group 0 saves.
 
-Run: ``python -m tests.integrations.torchft_program FOLDER GROUP STEPS DIES``. A group that begins anew takes its state
-from the other one, and does not restore.
+A group that begins anew takes its state from the other one, and does not restore.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import datetime as dt
 import importlib
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -87,5 +85,12 @@ def train(folder: Path, group: int, steps: int, dies: int) -> None:
     replicas.shutdown()
 
 
-if __name__ == "__main__":
-    train(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+def train_twice(folder: Path, group: int, steps: int, dies: int) -> None:
+    """Train in a process that is killed after ``dies`` steps with the other group, then anew in this one."""
+    first = os.fork()
+    if first == 0:
+        train(folder, group, steps, dies)
+        os._exit(1)  # it was not killed
+    assert os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) == -signal.SIGKILL
+    (folder / "before.txt").write_text((folder / f"{group}.txt").read_text())
+    train(folder, group, steps, -1)

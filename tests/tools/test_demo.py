@@ -51,18 +51,11 @@ def test_quantized_demonstration_on_generated_clicks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_exact_demonstration_on_generated_clicks_differs_by_nothing(tmp_path: Path) -> None:
-    report = checked(DemoOptions(store=str(tmp_path / "store"), is_exact=True, steps=27))
-
-    assert report.max_weight_difference == 0
-    assert report.resumed == report.uninterrupted
-
-
-@pytest.mark.slow
-def test_exact_one_shot_demonstration_differs_by_nothing(tmp_path: Path) -> None:
+def test_exact_demonstration_differs_by_nothing(tmp_path: Path) -> None:
     report = checked(DemoOptions(store=str(tmp_path / "store"), is_exact=True, policy="one_shot", steps=27))
 
     assert report.max_weight_difference == 0
+    assert report.resumed == report.uninterrupted
 
 
 def test_a_store_that_no_demonstration_left_is_not_replaced(tmp_path: Path) -> None:

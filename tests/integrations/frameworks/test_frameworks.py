@@ -15,7 +15,8 @@ import pytest
 
 from cnr_store import Store
 from tests.integrations.frameworks.trained import continued, programs, run, run_killed
-from tests.support.launcher import Launcher
+from tests.support.launcher import REPOSITORY, Launcher, Program
+from tests.support.pages import python_blocks
 
 MODULES = {
     "accelerate": ("tests.support.warm_training", "cnr_store.integrations.accelerate"),
@@ -55,6 +56,23 @@ SWEEPS: dict[str, list[dict[str, Any]]] = {
     ],
 }
 """Trainings that are killed after these steps: around ends of epochs, validations and accumulated batches."""
+EXAMPLES = python_blocks(REPOSITORY / "docs" / "frameworks.md")
+LOADER = """
+import warnings
+warnings.simplefilter("ignore")
+from torchdata.stateful_dataloader import StatefulDataLoader
+from tests.integrations.frameworks.trained import Samples, loss_of as compute_loss, new_model
+loader = StatefulDataLoader(Samples(), batch_size=8)
+"""
+READERS_OWN = {
+    "lightning": "from tests.integrations.frameworks.lightning_program import Module; module = Module(-1, '')",
+    "accelerate": "import torch; model = new_model(); optimizer = torch.optim.Adam(model.parameters())",
+    "transformers": "from tests.integrations.frameworks.transformers_program import Net, Records; "
+    "model, dataset = Net(), Records()",
+    "torchtnt": "from tests.integrations.frameworks.torchtnt_program import Unit; unit = Unit(1)",
+}
+"""What the example of a framework takes from the reader's own program, in the order of docs/frameworks.md."""
+STEPS = "from cnr_store import Store; print(Store.open('run-7').steps())"
 NO_STATE = r"the train dataloader is a DataLoader, which has no state_dict\(\)"
 
 
@@ -182,3 +200,20 @@ def test_what_would_be_in_no_checkpoint_is_refused(
     for ended in launcher.run(*programs(program_of(framework), given, ranks), folder=tmp_path):
         assert ended.returncode == 1
         assert re.search(message, ended.stderr), ended.stderr
+
+
+def example(framework: str, at: int) -> Program:
+    """An example of docs/frameworks.md as it stands, in a folder in place of the bucket."""
+    text = EXAMPLES[at].replace("s3://bucket/", "").replace("every_steps=100", "every_steps=5")
+    return Program(["-c", "\n".join([LOADER, READERS_OWN[framework], text, STEPS])])
+
+
+def test_the_example_of_a_framework(launcher: Launcher, framework: str, tmp_path: Path) -> None:
+    (ended,) = launcher.run(example(framework, list(READERS_OWN).index(framework)), folder=tmp_path)
+
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "[5, 10, 15]"
+    if framework == "lightning":  # the last example evaluates what this training left
+        (ended,) = launcher.run(example(framework, -1), folder=tmp_path)
+
+        assert ended.stdout == "15\n[5, 10, 15]\n", ended.stderr
