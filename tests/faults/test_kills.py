@@ -110,9 +110,9 @@ def train_beside_killed_maintenance(lives: Server, folder: Path, rounds: int, se
 
 
 def test_a_training_goes_on_while_those_who_compact_and_delete_are_killed(lives: Server, tmp_path: Path) -> None:
-    kills = train_beside_killed_maintenance(lives, tmp_path, rounds=60, seed=1)
+    kills = train_beside_killed_maintenance(lives, tmp_path, rounds=40, seed=1)
 
-    sys.stdout.write(f"60 saves beside {kills} kills\n")
+    sys.stdout.write(f"40 saves beside {kills} kills\n")
     assert kills > 3
 
 

@@ -82,7 +82,7 @@ SPLITS = [((0, 6),), ((0, 3), (3, 6)), ((0, 1), (1, 2), (2, 6))]
 
 
 @pytest.mark.parametrize("additive", [True, False])
-@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 2**32 - 1), chunk_bytes=st.sampled_from([16, 1 << 20]), window_bytes=st.sampled_from([1, 99])
 )
