@@ -40,9 +40,12 @@ _NOT_COPIED = shutil.ignore_patterns(
 
 _PRELOADED = (
     "numpy", "numba", "zarr", "pyarrow", "fsspec", "msgspec", "psutil", "xxhash", "jsonschema", "http.server",
-    "hypothesis.strategies", "anyio.pytest_plugin", "pytest_timeout", "xdist.plugin",
+    "hypothesis.strategies", "anyio.pytest_plugin", "pytest_timeout", "xdist.plugin", "torch", "torch._dynamo",
 )  # fmt: skip
-"""Imported once: a run is a fork of this process, so only this library and the tests are imported for each mutation."""
+"""Imported once: a run is a fork of this process, so only this library and the tests are imported for each mutation.
+
+Torch, with what its optimizers import, takes 3 s of CPU.
+"""
 
 _FOLDERS = ("", "gpu", "tools")
 """What is on the path of imports."""
