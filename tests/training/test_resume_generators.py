@@ -20,8 +20,9 @@ from torchdata.stateful_dataloader.sampler import RandomSampler, StatefulDistrib
 from cnr_store import TableOptions
 from cnr_store.training import CarriedBatch, CarryingReader, CheckpointManager, GrantedReader
 
-ROWS, BATCH, PER_EPOCH, EPOCHS = 40, 8, 5, 3
-TOTAL = PER_EPOCH * EPOCHS
+ROWS, BATCH, PER_EPOCH = 40, 8, 5
+TOTALS = {0: 3 * PER_EPOCH, 2: 2 * PER_EPOCH}
+"""By number of workers: the steps of a whole training. Each epoch starts the workers anew, which takes long."""
 
 Loader = StatefulDataLoader[Any]
 Trace = list[Any]
@@ -118,6 +119,7 @@ class Trainee:
         self.optimizer = torch.optim.SGD(self.table.parameters(), lr=0.1)
         self.loader = make(workers)
         self.reader = wrap(self.loader)
+        self.total = TOTALS[workers]
         self.trace: Trace = []
         self.start = 0
 
@@ -164,7 +166,7 @@ def carrying(loader: Loader) -> CarryingReader[Any]:
 def uninterrupted(make: Callable[[int], Loader], workers: int) -> Trace:
     """What is trained where nothing is saved and nothing ends."""
     trainee = Trainee(make, workers, as_it_is)
-    for _ in range(EPOCHS):
+    while len(trainee.trace) < trainee.total:
         for carried in trainee.epoch():
             trainee.train(carried.batch)
     return trainee.trace
@@ -177,7 +179,7 @@ def run(url: str, trainee: Trainee, saves: Callable[[CheckpointManager, str], bo
         trainee.start = 0 if restored is None else restored.step
         if saves(manager, "before"):
             return
-        while manager.current_step < TOTAL:
+        while manager.current_step < trainee.total:
             for carried in trainee.epoch():
                 trainee.train(carried.batch)
                 manager.step(reader_state=carried.state)
@@ -202,7 +204,7 @@ def at(step: int, place: str) -> Callable[[CheckpointManager, str], bool]:
 PLACES = {
     "first": at(0, "before"),
     "inside": at(7, "batch"),
-    "last": at(2 * PER_EPOCH, "batch"),
+    "last": at(PER_EPOCH, "batch"),
     "ended": at(PER_EPOCH, "epoch"),
 }
 """Before the first batch of a run, inside an epoch, at the last batch of one, behind its end."""
@@ -215,7 +217,7 @@ def killed_at(place: str, make: Callable[[int], Loader], workers: int, wrap: Cal
     run(url, first, PLACES[place])
     second = Trainee(make, workers, wrap)
     run(url, second, lambda manager, where: False)
-    assert second.start == len(first.trace) < TOTAL
+    assert second.start == len(first.trace) < second.total
     return first.trace + second.trace
 
 
