@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -56,23 +57,26 @@ def workers() -> Iterator[Launcher]:
         yield started
 
 
+def run_world(world: int, folder: Path, workers: Launcher, **environment: str) -> list[dict[str, str]]:
+    """What each rank reports: check to what failed."""
+    run = "import sys, tests.training.torchrec.worker as worker; worker.main(*map(int, sys.argv[1:3]), *sys.argv[3:])"
+    files = [folder / f"rank{rank}.json" for rank in range(world)]
+    ranks = [
+        Program(["-c", run, str(rank), str(world), str(folder / "rendezvous"), str(file)], environment)
+        for rank, file in enumerate(files)
+    ]
+    for ended in workers.run(*ranks, folder=folder, timeout_s=240):
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+    return [json.loads(file.read_text()) for file in files]
+
+
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory, workers: Launcher):
     """Results by world size; each group of ranks is started when its first test asks."""
 
     @cache
     def of_world(world: int) -> list[dict[str, str]]:
-        folder = tmp_path_factory.mktemp(f"world{world}")
-        run = (
-            "import sys, tests.training.torchrec.worker as worker; worker.main(*map(int, sys.argv[1:3]), *sys.argv[3:])"
-        )
-        ranks = [
-            Program(["-c", run, str(rank), str(world), str(folder / "rendezvous"), str(folder / f"rank{rank}.json")])
-            for rank in range(world)
-        ]
-        for ended in workers.run(*ranks, folder=folder, timeout_s=240):
-            assert ended.returncode == 0, ended.stdout + ended.stderr
-        return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
+        return run_world(world, tmp_path_factory.mktemp(f"world{world}"), workers)
 
     return of_world
 
@@ -89,3 +93,10 @@ def test_every_check_of_the_worker_is_reported(world: int, reports) -> None:
     assert all(
         report.keys() == {name for name, worlds in CHECKS.items() if world in worlds} for report in reports(world)
     )
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_rows_that_are_read_are_changed_rows_on_more_models(world: int, workers: Launcher, tmp_path: Path) -> None:
+    for report in run_world(world, tmp_path, workers, CNR_TEST_MODELS="3"):
+        assert not any(report.values()), "\n".join(report.values())
