@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import gc
 import importlib
 import json
 import os
@@ -474,6 +475,7 @@ def main(commands: TextIO, answers: TextIO) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     importlib.import_module("tests.support.warm_training")  # compiled code is loaded before ranks are forked
     assert threading.active_count() == 1, threading.enumerate()
+    gc.freeze()  # ranks that collect garbage would copy the memory of all that was imported
     for line in commands:
         answers.write(json.dumps(run_job(json.loads(line))) + "\n")
         answers.flush()
