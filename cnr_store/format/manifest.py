@@ -38,18 +38,24 @@ def recorded_digest(parts: Iterable[PartPlace], rectangle: Rectangle) -> int | N
     """Return the state digest that parts of one table state for a rectangle of it, by their sum. Pure.
 
     None where the parts inside do not make the rectangle up, or one of them states none. Parts without rows do not
-    count.
+    count; but of a rectangle without rows, as that of a hashed table, all that are in the same place do.
     """
     (first, stop), (left, right) = rectangle.rows, rectangle.columns
     covered = total = 0
     for part in parts:
         (start, end), (low, high) = part.rows, part.columns
-        if first <= start < end <= stop and left <= low and high <= right:
+        is_inside = first <= start < end <= stop or first == start == end == stop
+        if is_inside and left <= low and high <= right:
             if part.state_digest is None:
                 return None
             covered += (end - start) * (high - low)
             total += int(part.state_digest, 16)
     return total % (1 << 64) if covered == rectangle.area else None
+
+
+def started_digest(parts: Iterable[PartPlace], rectangle: Rectangle) -> int | None:
+    """Return what `recorded_digest` does of the states that parts start from. Pure."""
+    return recorded_digest((msgspec.structs.replace(part, state_digest=part.base_digest) for part in parts), rectangle)
 
 
 class Expanded(NamedTuple):

@@ -263,7 +263,7 @@ def check_digest(plan: TablePlan, found: Sequence[tuple[Columns, int]], names: s
         A delta is wrong or missing, or codes are damaged.
     """
     for span, total, wanted in digests_of_whole_parts(plan, found, names):
-        _compare(span, total, wanted)
+        compare_digest(span, total, wanted)
 
 
 def digests_of_whole_parts(
@@ -294,7 +294,8 @@ def digests_of_whole_parts(
                 yield span, digest.add_digests(*ours), wanted
 
 
-def _compare(plan: TablePlan, found: int, wanted: int) -> None:
+def compare_digest(plan: TablePlan, found: int, wanted: int) -> None:
+    """Refuse a recomputed state digest that is not the version's. Pure. Raises `CorruptStore`."""
     if found != wanted:
         whole = plan.columns == (0, plan.schema.dim)
         where = repr(plan.table) if whole else f"{plan.table!r}, columns {plan.columns},"

@@ -14,7 +14,16 @@ import numpy.typing as npt
 from cnr_store.encodings.digest import add_digests
 from cnr_store.encodings.widths import carrier, from_float32, to_float32
 from cnr_store.read.direct_load import is_direct, load_directly
-from cnr_store.read.plan import Columns, TablePlan, by_columns, check_digest, check_row_slots, clip, expected_digest
+from cnr_store.read.plan import (
+    Columns,
+    TablePlan,
+    by_columns,
+    check_digest,
+    check_row_slots,
+    clip,
+    compare_digest,
+    expected_digest,
+)
 from cnr_store.read.prefetch import prefetching
 from cnr_store.read.replay import ChunkReader, Holds, finish, named_rows, replay
 from cnr_store.runtime.threads import Workers, blocks
@@ -141,8 +150,9 @@ def read_keyed(
 ) -> tuple[RowIds, dict[str, Array]]:
     """Return the keys that a hashed table has, sorted, and their values in the arrays ``names``. Blocks.
 
-    Of the keys ``wanted`` (sorted, unique) alone if they are given, or of those that ``holds`` returns True for.
-    Memory: the values of what is returned, twice, and those of deleted keys.
+    Of the keys ``wanted`` (sorted, unique) alone if they are given, or of those that ``holds`` returns True for. The
+    state digest is checked if all keys and every mirrored array are read. Memory: the values of what is returned,
+    twice, and those of deleted keys.
 
     Raises
     ------
@@ -150,6 +160,8 @@ def read_keyed(
     """
     specs = array_specs(plan.schema)
     keys, codes = replay_keyed(readers, plan, names, workers, wanted, holds)
+    if wanted is None and holds is None:
+        check_keyed_digest(plan, keys, codes, workers)
     floats = {
         name: held.view(carrier(specs[name].dtype))
         if held.itemsize == carrier(specs[name].dtype).itemsize
@@ -159,6 +171,18 @@ def read_keyed(
     finish(codes, floats, workers, with_digest=False)
     there = np.flatnonzero(codes.track_status(CODED) != ABSENT)
     return keys[there], {name: array[there] for name, array in floats.items()}
+
+
+def check_keyed_digest(plan: TablePlan, keys: RowIds, codes: TableCodes, workers: Workers) -> None:
+    """Compare the state digest of all keys of a hashed table with the version's, if it names one.
+
+    Raises
+    ------
+    CorruptStore
+    """
+    expected = expected_digest(plan, set(codes.arrays))
+    if expected is not None:
+        compare_digest(plan, codes.digest_by_key(keys, workers), expected)
 
 
 def replay_keyed(

@@ -249,7 +249,7 @@ class Store:
     def writer(
         self, *, mirror: MirrorMode = "memory", mirror_folder: str | None = None, bytes_per_s: float | None = None,
         run_id: str | None = None, ranks: Ranks | None = None, shards: Placement | None = None,
-        key_rule: KeyRule = "modulo", succession: Succession | None = None,
+        key_rule: KeyRule = "modulo", keyed_mirror_bytes: int | None = None, succession: Succession | None = None,
     ) -> Writer:  # fmt: skip
         """Return a writer, the store's only committer: every earlier writer is fenced. Blocks; a few requests.
 
@@ -260,15 +260,14 @@ class Store:
         ----------
         mirror
             ``memory``, ``none`` or ``mmap``: files in ``mirror_folder``, which exists; None is a temporary folder.
-        bytes_per_s
-            Limit on this rank's bytes per second while saving.
-        ranks
-            The ranks that write together; None is this process alone.
+        bytes_per_s, ranks
+            Limit on this rank's bytes per second while saving. The ranks that write together; None is this process.
         shards
-            Table to the rectangles of this rank; the rectangles of all ranks tile each table. None, for one rank only,
-            is every table as a whole.
+            Table to this rank's rectangles; those of all ranks tile each table. None, for one rank only: whole tables.
         key_rule
             Which rank owns a key of a hashed table (`KeyRule`); others' are refused. No rule is kept in the store.
+        keyed_mirror_bytes
+            Limit on all mirrors of hashed tables (`cnr_store.write.keyed_mirrors`); None is none.
         succession
             Delay the fence to `Writer.take_over` or the first `Writer.begin`. Until then the writer only reads, and
             `Writer.restore` loads the version that this names.
@@ -281,7 +280,8 @@ class Store:
         """
         return open_writer(
             self.internals, mirror=mirror, mirror_folder=mirror_folder, bytes_per_s=bytes_per_s, run_id=run_id,
-            ranks=OneRank() if ranks is None else ranks, shards=shards, key_rule=key_rule, succession=succession,
+            ranks=OneRank() if ranks is None else ranks, shards=shards, key_rule=key_rule,
+            keyed_mirror_bytes=keyed_mirror_bytes, succession=succession,
         )  # fmt: skip
 
     def tags(self) -> dict[str, int]:

@@ -12,7 +12,7 @@ from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.records import WriterInfo
 from cnr_store.log.author import writer_info
 from cnr_store.log.rebase import draft_after, rebase_fence
-from cnr_store.runtime.arguments import checked_choice
+from cnr_store.runtime.arguments import checked_choice, checked_count
 from cnr_store.runtime.ranks import Ranks, rank_zero, together
 from cnr_store.runtime.threads import Throttle, check_rate
 from cnr_store.segment.shards import KeyShare, Placement, check_placements, column_cuts
@@ -33,6 +33,7 @@ def open_writer(
     ranks: Ranks,
     shards: Placement | None,
     key_rule: KeyRule,
+    keyed_mirror_bytes: int | None,
     succession: Succession | None,
 ) -> Writer:
     """Open a writer; see `Store.writer`. Blocks for a few requests, on all ranks together."""
@@ -41,6 +42,8 @@ def open_writer(
     checked_choice("mirror", mirror, get_args(MirrorMode))
     checked_choice("key_rule", key_rule, get_args(KeyRule))
     check_rate(bytes_per_s)
+    if keyed_mirror_bytes is not None:
+        checked_count("keyed_mirror_bytes", keyed_mirror_bytes, least=0)
     # Check on all ranks before rank 0 fences: if one fails, all raise and no writer is fenced.
     together(ranks, partial(check_mirror_folder, mirror, mirror_folder))
     info = writer_info(run_id or uuid.uuid4().hex)
@@ -68,7 +71,7 @@ def open_writer(
                     KeyShare(ranks.rank, ranks.world, key_rule),
                 ),
             ),
-            heads[0], Mirrors(mirror, mirror_folder), succession=succession,
+            heads[0], Mirrors(mirror, mirror_folder, keyed_mirror_bytes), succession=succession,
         )
     )  # fmt: skip
 

@@ -254,8 +254,8 @@ class StoreOptions:
         The ranks that train together; None for all of ``torch.distributed``, or this process alone.
     peers
         Copies in other ranks' memory; None for none.
-    key_rule
-        Which rank owns a key of a dynamic table, as for `Store.writer`.
+    key_rule, keyed_mirror_bytes
+        Which rank owns a key of a dynamic table, and the limit on this rank's mirrors of them, as for `Store.writer`.
 
     Raises
     ------
@@ -271,6 +271,7 @@ class StoreOptions:
     ranks: Ranks | None = None
     peers: PeerCopies | None = None
     key_rule: KeyRule = "modulo"
+    keyed_mirror_bytes: int | None = None
 
     def __post_init__(self) -> None:
         checked_choice("mirror", self.mirror, get_args(MirrorMode))
@@ -278,6 +279,8 @@ class StoreOptions:
         check_rate(self.bytes_per_s)
         if self.threads is not None:
             checked_count("threads", self.threads, least=1)
+        if self.keyed_mirror_bytes is not None:
+            checked_count("keyed_mirror_bytes", self.keyed_mirror_bytes, least=0)
 
 
 def options_by_table(

@@ -143,7 +143,8 @@ class TrainingWriter:
         options = self.options
         return self.store.writer(
             mirror=options.mirror, mirror_folder=options.mirror_folder, bytes_per_s=options.bytes_per_s,
-            ranks=self.ranks, shards=self.placement, key_rule=options.key_rule, succession=take_over,
+            ranks=self.ranks, shards=self.placement, key_rule=options.key_rule,
+            keyed_mirror_bytes=options.keyed_mirror_bytes, succession=take_over,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -193,10 +193,10 @@ def _encode(encoded: EncodedRows, touched: TouchedTable, absolute: bool, workers
             arrays |= encode_absolute(spec, rest.values[name], workers)
         lists["set"] = EncodedList(rest.row_ids, arrays)
         if digested is not None:
-            change += _arriving(specs, lists["set"])
+            change += arriving(specs, lists["set"])
     if touched.base_digest is not None and digested is not None:
         if "escape" in lists:
-            change += _escaped(specs, lists["escape"])
+            change += escaping(specs, lists["escape"])
         encoded.digest = digest.add_digests(touched.base_digest, change)
     return encoded
 
@@ -280,7 +280,7 @@ def _differences(
     return out, sum(change for _, change in results)
 
 
-def _arriving(specs: Mapping[str, ArraySpec], encoded: EncodedList) -> int:
+def arriving(specs: Mapping[str, ArraySpec], encoded: EncodedList) -> int:
     """What ``set`` rows add to the digest."""
     total = 0
     for name, spec in specs.items():
@@ -291,7 +291,7 @@ def _arriving(specs: Mapping[str, ArraySpec], encoded: EncodedList) -> int:
     return total
 
 
-def _escaped(specs: Mapping[str, ArraySpec], encoded: EncodedList) -> int:
+def escaping(specs: Mapping[str, ArraySpec], encoded: EncodedList) -> int:
     """What ``escape`` rows add to the digest."""
     total = 0
     for name, spec in specs.items():

@@ -51,8 +51,9 @@ def check_mirror_folder(mode: MirrorMode, folder: str | None) -> None:
 class Mirrors:
     """What the codes of each shard are at the head, and the state digest that goes with them."""
 
-    def __init__(self, mode: MirrorMode, folder: str | None) -> None:
+    def __init__(self, mode: MirrorMode, folder: str | None, keyed_limit: int | None = None) -> None:
         check_mirror_folder(mode, folder)
+        self._keyed_limit = keyed_limit
         self.mode: MirrorMode = mode
         self.options: dict[str, TableOptions] = {}
         self.is_complete = True
@@ -104,13 +105,30 @@ class Mirrors:
         """Return the mirror of a table of hashed keys; None if no key of it is here."""
         return self._keyed.get(shard)
 
-    def put_keyed(self, shard: Shard, keys: RowIds, codes: TableCodes) -> None:
+    def put_keyed(self, shard: Shard, keys: RowIds, codes: TableCodes, digest: int | None) -> None:
         """Set the mirror of a table of hashed keys: row i of ``codes`` is that of ``keys[i]``."""
-        self._keyed[shard] = KeyedMirror(codes, keys)
+        self._keyed[shard] = KeyedMirror(codes, keys, digest)
+        self._empty_if_too_large(shard)
+
+    def keyed_room(self, shard: Shard) -> int | None:
+        """Return the bytes that the mirror of one table of hashed keys may take beside the others; None: any."""
+        if self._keyed_limit is None:
+            return None
+        return self._keyed_limit - sum(one.nbytes for other, one in self._keyed.items() if other != shard)
+
+    def keyed_digest(
+        self, shard: Shard, schema: TableSchema, changes: Sequence[EncodedRows], workers: Workers, *, anew: bool
+    ) -> int | None:
+        """Return the state digest of the keys owned after encoded rows; None without a mirror of all of them."""
+        if self.mode == "none" or not mirrored_arrays(schema):
+            return None
+        mirror = KeyedMirror.empty(schema, np.zeros) if anew else self._keyed.get(shard)
+        return None if mirror is None else mirror.digest_after(changes, workers)
 
     def move_keyed(
-        self, shard: Shard, schema: TableSchema, changes: Sequence[EncodedRows], workers: Workers, *, anew: bool
-    ) -> None:
+        self, shard: Shard, schema: TableSchema, changes: Sequence[EncodedRows], workers: Workers, *,
+        digest: int | None, anew: bool,
+    ) -> None:  # fmt: skip
         """Move the mirror of a table of hashed keys to encoded rows, after the commit won; ``anew``: they are all."""
         if anew:
             self._keyed.pop(shard, None)
@@ -119,8 +137,15 @@ class Mirrors:
         mirror = self._keyed.get(shard)
         if mirror is None:
             mirror = self._keyed[shard] = KeyedMirror.empty(schema, self.allocator())
-        for moved in mirror.move(changes, self.allocator()):
+        for moved in mirror.move(changes, self.allocator(), digest, self.keyed_room(shard)):
             apply_alone(moved, mirror.codes, workers)
+        self._empty_if_too_large(shard)
+
+    def _empty_if_too_large(self, shard: Shard) -> None:
+        """Forget the keys of a mirror that is beyond the limit, because its codes became wider; they come anew."""
+        mirror, room = self._keyed[shard], self.keyed_room(shard)
+        if room is not None and mirror.nbytes > room:
+            self._keyed[shard] = mirror.emptied(self.allocator())
 
     def allocator(self) -> Allocate:
         """Return a function that allocates zeroed memory for a mirror; files reserve their space on the disk.

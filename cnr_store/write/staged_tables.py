@@ -424,10 +424,16 @@ class StagedTables:
 
     def _part(self, shard: Shard, base: Manifest | None) -> PartLine:
         table, schema = shard.table, self._schemas.tables[shard.table]
+        mirrors, is_hashed = self._state.mirrors, schema.keys == "hashed"
         before = None
         known = None if base is None or self._draft.is_one_shot else base.tables.get(table)
         if known is not None and known.generation == schema.generation:
-            before = self._state.mirrors.committed_digest(shard)
+            keyed = mirrors.keyed(shard) if is_hashed else None
+            before = mirrors.committed_digest(shard) if keyed is None else keyed.digest
+        if is_hashed:
+            is_anew = self._draft.kind == "baseline" or table in self._schemas.created
+            rows = self._rows.setdefault(shard, [])  # a new table without rows gets its mirror, too
+            self._digests[shard] = mirrors.keyed_digest(shard, schema, rows, self._state.setup.workers, anew=is_anew)
         after = self._digests[shard] if shard in self._digests else self._mirror(shard)[1]
         rectangle = shard.rectangle_in(schema)
         return PartLine(
@@ -465,9 +471,8 @@ class StagedTables:
     def move_mirrors(self, mirrors: Mirrors) -> None:
         """Apply what was staged to the mirrors; the commit has won."""
         mirrors.commit_staged()
-        mirrors.keep_only(
-            self._schemas.tables.keys() - self._schemas.created
-        )  # no hashed table has one, though its name may have had
+        # A new hashed table has none, though its name may have had.
+        mirrors.keep_only(self._schemas.tables.keys() - self._schemas.created)
         for shard, whole in self._whole.items():
             if whole.mirror is not None and whole.digest is not None:
                 mirrors.put(shard, whole.mirror, whole.digest)
@@ -478,8 +483,8 @@ class StagedTables:
             mirror, digest = mirrors.with_digest(shard)
             schema = self._schemas.tables[shard.table]
             if schema.keys == "hashed":
-                is_baseline = self._draft.kind == "baseline"
-                mirrors.move_keyed(shard, schema, rows, self._state.setup.workers, anew=is_baseline)
+                workers, is_baseline = self._state.setup.workers, self._draft.kind == "baseline"
+                mirrors.move_keyed(shard, schema, rows, workers, digest=self._digests[shard], anew=is_baseline)
             if mirror is not None:
                 changes += [(encoded, mirror) for encoded in rows]
                 mirrors.put(shard, mirror, self._digests.get(shard, digest))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import repeat
@@ -17,13 +17,15 @@ import numpy as np
 from cnr_store.errors import BadInput, CommitStateUnknown, DoesNotApply, SaveInProgress, VersionExpired
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.manifest import recorded_digest
+from cnr_store.read.plan import compare_digest, expected_digest
+from cnr_store.read.replay import named_rows
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.read.table_reader import replay_keyed
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.segment.codes import Array, array_specs
 from cnr_store.segment.shards import KeyShare, Shard, shards_of
 from cnr_store.types import MAX_CHAIN, SlotsRule
-from cnr_store.write.keyed_mirrors import mirrored_arrays
+from cnr_store.write.keyed_mirrors import fitting_rows, mirrored_arrays
 from cnr_store.write.mirrors import HeldMirrors, Mirrors
 from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer_state import CommitKind, SegmentDraft, WriterState
@@ -224,11 +226,7 @@ class Writer:
         view = snapshot.table(shard.table)
         if view.schema.keys == "hashed":
             if self.mirrors.mode != "none" and (names := mirrored_arrays(view.schema)):
-                plan, workers = snapshot.plan(shard.table), self._state.setup.workers
-                keyed = replay_keyed(
-                    snapshot.readers, plan, names, workers, holds=self.keys.holds, mirror_in=self.mirrors.allocator()
-                )
-                self.mirrors.put_keyed(shard, *keyed)
+                self._load_keys(snapshot, shard, names)
             return
         rectangle = shard.rectangle_in(view.schema)
         codes = None
@@ -244,6 +242,20 @@ class Writer:
         digest = recorded_digest(snapshot.manifests[-1].parts_of.get(shard.table, ()), rectangle)
         # Parts that a writer without a mirror wrote name none, and parts may be cut in another way.
         self.mirrors.put(shard, codes, codes.digest(self._state.setup.workers) if digest is None else digest)
+
+    def _load_keys(self, snapshot: Snapshot, shard: Shard, names: Sequence[str]) -> None:
+        """Load the mirror of the keys that this rank owns of a hashed table, or of as many as there is room for."""
+        plan, workers = snapshot.plan(shard.table), self._state.setup.workers
+        owned = named_rows(snapshot.readers, plan, self.keys.holds)
+        room = self.mirrors.keyed_room(shard)
+        kept = owned if room is None else owned[: fitting_rows(plan.schema, room)]
+        keys, codes = replay_keyed(
+            snapshot.readers, plan, names, workers, kept, mirror_in=self.mirrors.allocator()
+        )  # fmt: skip
+        digest = codes.digest_by_key(keys, workers) if len(kept) == len(owned) else None
+        if digest is not None and self.ranks.world == 1 and (wanted := expected_digest(plan, set(names))) is not None:
+            compare_digest(plan, digest, wanted)
+        self.mirrors.put_keyed(shard, keys, codes, digest)
 
     def begin(self, step: int, kind: CommitKind = "delta", *, base: Base = "head") -> Transaction:
         """Start a transaction for training step ``step``; with several ranks, all of them do so. Blocks.

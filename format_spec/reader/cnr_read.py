@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from format_spec.reader import documents, encodings
-from format_spec.reader.documents import Refused, need, parse, sha256, unzstd
+from format_spec.reader.documents import Refused, all_keys, need, parse, sha256, unzstd
 
 ABSENT, CODED, ESCAPED = 0, 1, 2
 STATUS_AFTER = {"add": CODED, "set": CODED, "delete": ABSENT, "escape": ESCAPED}
@@ -192,7 +192,7 @@ class Snapshot:
             *takewhile(lambda k: generations[k] == schema["generation"], reversed(range(len(generations))))
         ]  # [4.4]
         table = Table(name, schema, self.segments[life[-1] :])
-        for part in self.ends[name]:
+        for part in all_keys(self.ends[name], len(table.ids)) if table.hashed else self.ends[name]:
             need(part["state_digest"] in (None, table.digest(part)), "corrupt_store", f"table {name}: state digest")
         return table.decode()
 

@@ -217,4 +217,17 @@ def check_tables(own, tables, ends, begun, need):  # [4.3] CNR-SEG-18; begun: ho
         name, end = part["table"], before.get((part["table"], *part["rows"], *part["columns"]))
         old, new = tables.get(name), own["tables"][name]
         goes_on = old and all(old[key] == new[key] for key in ("generation", "shift", "num_rows"))
-        need(not goes_on or end is None or part["base_digest"] in (None, end), f"base digest of table {name}")
+        start = part["base_digest"]
+        if new["keys"] == "hashed":  # the keys of all parts together
+            start = sum_of([one for one in own["parts"] if one["table"] == name], "base_digest")
+            end = sum_of(ends.get(name, ()), "state_digest")
+        need(not goes_on or None in (start, end) or start == end, f"base digest of table {name}")
+
+
+def all_keys(parts, count):  # CNR-DIG-6: those of all parts of a hashed table together
+    return [parts[0] | {"rows": [0, count], "state_digest": sum_of(parts, "state_digest")}]
+
+
+def sum_of(parts, field):  # None if a part has none
+    digests = [part[field] for part in parts]
+    return None if None in digests else f"{sum(int(one, 16) for one in digests) % 2**64:016x}"

@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import msgspec
-
 from cnr_store.encodings.digest import add_digests
-from cnr_store.format.manifest import recorded_digest
+from cnr_store.format.manifest import recorded_digest, started_digest
 from cnr_store.format.records import OPERATIONS, ListLine, Manifest, Operation, PartLine
 from cnr_store.maintenance.compaction.merged_rows import MergedRows, write_merged
 from cnr_store.maintenance.compaction.statuses import replay_statuses
@@ -83,7 +81,7 @@ def merge_piece(
             if rows.count:
                 lists[operation], added = write_merged(out, rows, cache_bytes)
                 found = add_digests(found, added)
-    if schema.keys == "dense" and any(spec.is_additive for spec in array_specs(schema).values()):
+    if any(spec.is_additive for spec in array_specs(schema).values()):
         base = _base_digest(manifests, start, piece) if start > 0 else None
         recorded = recorded_digest(manifests[-1].parts_of.get(piece.table, ()), piece.rectangle)
         state = _hex(recorded if start > 0 else found)
@@ -136,13 +134,12 @@ def _base_digest(manifests: Sequence[Manifest], start: int, piece: MergePiece) -
     the end of a resized table, a base contains all earlier rows (spec, CNR-DOC-10).
     """
     before, first, last = (manifests[at].tables.get(piece.table) for at in (start - 1, start, -1))
-    if before is None or first is None or last is None or not piece.rectangle.num_rows:
+    if before is None or first is None or last is None or (last.keys == "dense" and not piece.rectangle.num_rows):
         return None
     if (before.generation, first.shift, first.num_rows) != (last.generation, last.shift, last.num_rows):
         return None
     parts = (part for part in manifests[start].parts if part.table == piece.table)
-    starts = (msgspec.structs.replace(part, state_digest=part.base_digest) for part in parts)
-    return _hex(recorded_digest(starts, piece.rectangle))
+    return _hex(started_digest(parts, piece.rectangle))
 
 
 def _hex(found: int | None) -> str | None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cnr_store.encodings import kernels
 from cnr_store.encodings.digest import add_digests
 from cnr_store.errors import CorruptStore
 from cnr_store.format.manifest import recorded_digest
@@ -19,10 +18,9 @@ from cnr_store.format.records import Manifest
 from cnr_store.read.plan import TablePlan, by_columns, clip, is_sparse, plan_table
 from cnr_store.read.replay import Replay, finish, named_rows
 from cnr_store.runtime.threads import Workers, blocks
-from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, ArraySpec, TableCodes, array_specs, escape_bits
+from cnr_store.segment.codes import ABSENT, ESCAPED, ArraySpec, TableCodes, array_specs
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.shards import whole_of
-from cnr_store.types import RowIds
 
 WINDOW_BYTES = 64 * 1024 * 1024
 """Bytes of codes in memory at once."""
@@ -126,13 +124,15 @@ def _check_run(
                     return
                 _drop_replaced_escapes(codes)
                 if batch.segment in found:
-                    state = finish(codes, {}, workers, with_digest=True) if rows is None else _digest_of(codes, rows)
+                    state = (
+                        finish(codes, {}, workers, with_digest=True)
+                        if rows is None
+                        else codes.digest_by_key(rows, workers)
+                    )
                     found[batch.segment] = add_digests(found[batch.segment], state)
         advance(stop - start)
     for index in run:
         schema = manifests[index].tables[table]
-        if is_keyed:  # keys have no digest
-            break
         expected = recorded_digest(manifests[index].parts_of.get(table, ()), whole_of(schema))
         if expected is not None and expected != found[index]:
             yield WrongState(index, table, f"{expected:016x}", f"{found[index]:016x}")
@@ -140,20 +140,6 @@ def _check_run(
 
 def _additive(plan: TablePlan) -> list[ArraySpec]:
     return [spec for spec in array_specs(plan.schema, plan.columns).values() if spec.is_additive]
-
-
-def _digest_of(codes: TableCodes, rows: RowIds) -> int:
-    """Return the state digest of codes for the sorted ids ``rows``."""
-    status, exact = codes.track_status(ABSENT), codes.escapes
-    coded = np.flatnonzero(status == CODED)
-    total = 0
-    for name, held in codes.arrays.items():
-        spec = codes.specs[name]
-        total += int(kernels.digest_rows(held[coded], rows[coded], spec.multipliers, spec.presence()))
-        if len(exact.rows):
-            bits = escape_bits(exact.values[name], spec.dtype)
-            total += int(kernels.digest_rows(bits, rows[exact.rows], spec.multipliers, spec.presence(escape=True)))
-    return add_digests(total)
 
 
 def _drop_replaced_escapes(codes: TableCodes) -> None:
