@@ -47,10 +47,6 @@ _PRELOADED = (
 Torch, with what its optimizers import, takes 3 s of CPU.
 """
 
-_TORCH = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "torchdata.stateful_dataloader")
-_FOLDERS_WITH_TORCH = tuple(f"tests/{name}/" for name in ("gpu", "training", "communication", "integrations"))
-"""Imported once as well where such tests are run: each run would spend three seconds of CPU time on it."""
-
 _FOLDERS = ("", "gpu", "tools")
 """What is on the path of imports."""
 
@@ -282,8 +278,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not mutations:
         parser.error("no mutation of this description")
     started = time.monotonic()
-    trains = any(test.startswith(_FOLDERS_WITH_TORCH) for one in mutations for test in one.tests)
-    for name in (*_PRELOADED, *(_TORCH if trains else ())):
+    for name in _PRELOADED:
         importlib.import_module(name)
     gc.freeze()  # forks do not look at these objects, nor copy their memory, when they collect garbage
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
