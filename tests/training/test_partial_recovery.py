@@ -19,22 +19,13 @@ from cnr_store.training import CheckpointManager, RestoredState, SavePolicy, Sto
 from cnr_store.training.survivor import plan_recovery
 from cnr_store.types import Lattice
 from tests.support.ranks import ThreadRank, thread_ranks
+from tests.training.four_ranks import Calm, FourRanks, outputs
 from tests.training.ranks_program import CUTS, logged_state, noted
-from tests.training.test_ranks_killed import (
-    Calm,
-    Launcher,
-    calm,
-    check_what_is_stored,
-    launcher,
-    outputs,
-    same,
-)
+from tests.training.test_ranks_killed import check_what_is_stored, same
 
 STEPS = 6
 SHARDED = {"user.weight", "user.momentum1"}
 """What each rank has its own rows of; of all else every rank has a copy, but for the generators."""
-
-__all__ = ["calm", "launcher"]  # fixtures
 
 
 def check_recovered(folder: Path, lost: set[int]) -> tuple[int, int]:
@@ -65,9 +56,9 @@ def reads_of_tables(folder: Path, rank: int) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [{2}, {0}, {1, 2}, {0, 1, 3}], ids=str)
 def test_lost_ranks_get_their_rows_from_the_store_and_others_keep_theirs(
-    launcher: Launcher, tmp_path: Path, lost: set[int]
+    four_ranks: FourRanks, tmp_path: Path, lost: set[int]
 ) -> None:
-    codes = launcher.run(tmp_path, "partial", STEPS, recovers=True, dies=sorted(lost), dies_before=4, every_steps=3)
+    codes = four_ranks.run(tmp_path, "partial", STEPS, recovers=True, dies=sorted(lost), dies_before=4, every_steps=3)
 
     assert codes == [0] * 4, outputs(tmp_path)
     assert check_recovered(tmp_path, lost) == (4, 3)
@@ -83,11 +74,11 @@ def test_lost_ranks_get_their_rows_from_the_store_and_others_keep_theirs(
     (2, "/_receipt.json.zst", 2, "after"), (0, "create commits/", 3, "before"), (0, "create commits/", 3, "after"),
 ])  # fmt: skip
 def test_survivors_of_a_loss_in_a_save_know_whether_it_was_committed(
-    launcher: Launcher, calm: Calm, tmp_path: Path, rank: int, part: str, occurrence: int, when: str
+    four_ranks: FourRanks, calm: Calm, tmp_path: Path, rank: int, part: str, occurrence: int, when: str
 ) -> None:
     index = calm.index(rank, part, occurrence)
 
-    codes = launcher.run(tmp_path, "partial", STEPS, recovers=True, kill=[rank, index, when])
+    codes = four_ranks.run(tmp_path, "partial", STEPS, recovers=True, kill=[rank, index, when])
 
     assert codes == [0] * 4, outputs(tmp_path)
     step, saved = check_recovered(tmp_path, {rank})
@@ -97,7 +88,9 @@ def test_survivors_of_a_loss_in_a_save_know_whether_it_was_committed(
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_a_rank_killed_at_any_of_fifty_calls_is_replaced_alone(launcher: Launcher, calm: Calm, tmp_path: Path) -> None:
+def test_a_rank_killed_at_any_of_fifty_calls_is_replaced_alone(
+    four_ranks: FourRanks, calm: Calm, tmp_path: Path
+) -> None:
     firsts = {0: calm.index(0, "create commits/", 2) + 1, 2: calm.index(2, "/_receipt.json.zst", 2)}
     places = [
         (rank, int(index), when)
@@ -110,7 +103,7 @@ def test_a_rank_killed_at_any_of_fifty_calls_is_replaced_alone(launcher: Launche
         folder = tmp_path / str(number)
         folder.mkdir()
         what = f"rank {rank} {when} call {index} ({calm.calls[rank][index]})"
-        codes = launcher.run(folder, "partial", STEPS, recovers=True, kill=[rank, index, when])
+        codes = four_ranks.run(folder, "partial", STEPS, recovers=True, kill=[rank, index, when])
         assert codes == [0] * 4, what + outputs(folder)
         _, saved = check_recovered(folder, {rank})
         for other in {0, 1, 2, 3} - {rank}:
@@ -123,8 +116,8 @@ def test_a_rank_killed_at_any_of_fifty_calls_is_replaced_alone(launcher: Launche
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mirror", ["memory", "mmap", "none"])
-def test_rows_that_survivors_save_later_are_coded_as_before(launcher: Launcher, tmp_path: Path, mirror: str) -> None:
-    codes = launcher.run(
+def test_rows_that_survivors_save_later_are_coded_as_before(four_ranks: FourRanks, tmp_path: Path, mirror: str) -> None:
+    codes = four_ranks.run(
         tmp_path, "partial", STEPS, recovers=True, dies=[1], dies_before=4, every_steps=3, is_coded=True, mirror=mirror
     )
 

@@ -10,21 +10,20 @@ import numpy as np
 import pytest
 
 from cnr_store import Store
+from tests.training.four_ranks import Calm, FourRanks, outputs
 from tests.training.ranks_program import logged_state, noted
 from tests.training.test_partial_recovery import SHARDED, STEPS, check_recovered, reads_of_tables
-from tests.training.test_ranks_killed import Calm, Launcher, calm, check_what_is_stored, launcher, outputs, same
+from tests.training.test_ranks_killed import check_what_is_stored, same
 
 PLENTY = {"memory_bytes": 1 << 20}
 ALL = {0, 1, 2, 3}
 
-__all__ = ["calm", "launcher"]  # fixtures
-
 pytestmark = pytest.mark.slow
 
 
-def recovered(launcher: Launcher, folder: Path, lost: set[int], **job: Any) -> None:
+def recovered(four_ranks: FourRanks, folder: Path, lost: set[int], **job: Any) -> None:
     """Run a training whose ranks are lost after the save of step 4, and check that rows and log are whole."""
-    codes = launcher.run(
+    codes = four_ranks.run(
         folder, "partial", STEPS, recovers=True, dies=sorted(lost), dies_before=4, every_steps=2, **job
     )
     assert codes == [0] * 4, outputs(folder)
@@ -46,9 +45,9 @@ def kept(folder: Path) -> list[list[int]]:
     ("lost", "alone"), [({2}, set()), ({1, 2}, set()), ({2, 3}, {2, 3}), ({0, 1, 2}, {0, 1})], ids=str
 )
 def test_lost_ranks_read_from_a_neighbour_that_lives_else_from_the_store(
-    launcher: Launcher, tmp_path: Path, lost: set[int], alone: set[int]
+    four_ranks: FourRanks, tmp_path: Path, lost: set[int], alone: set[int]
 ) -> None:
-    recovered(launcher, tmp_path, lost, peers=PLENTY)
+    recovered(four_ranks, tmp_path, lost, peers=PLENTY)
 
     for rank in range(4):
         assert (from_peer(tmp_path, rank) > 0) == (rank in lost - alone)
@@ -56,8 +55,8 @@ def test_lost_ranks_read_from_a_neighbour_that_lives_else_from_the_store(
         assert {*noted(tmp_path, "partial", rank, "kinds")[0]} == {"delta"}
 
 
-def test_when_all_ranks_are_lost_all_read_from_the_store(launcher: Launcher, tmp_path: Path) -> None:
-    recovered(launcher, tmp_path, {0, 1, 2, 3}, peers=PLENTY)
+def test_when_all_ranks_are_lost_all_read_from_the_store(four_ranks: FourRanks, tmp_path: Path) -> None:
+    recovered(four_ranks, tmp_path, {0, 1, 2, 3}, peers=PLENTY)
 
     for rank in range(4):
         assert noted(tmp_path, "partial", rank, "recovered") == [[4, 3, [], 0]]
@@ -68,8 +67,8 @@ def test_when_all_ranks_are_lost_all_read_from_the_store(launcher: Launcher, tmp
             same(after, before, f"rank {rank}, {name}")
 
 
-def test_two_copies_outlive_a_loss_of_two_of_three_that_have_them(launcher: Launcher, tmp_path: Path) -> None:
-    recovered(launcher, tmp_path, {2, 3}, peers=PLENTY | {"copies": 2})
+def test_two_copies_outlive_a_loss_of_two_of_three_that_have_them(four_ranks: FourRanks, tmp_path: Path) -> None:
+    recovered(four_ranks, tmp_path, {2, 3}, peers=PLENTY | {"copies": 2})
 
     for rank in (2, 3):
         assert from_peer(tmp_path, rank) > 0
@@ -77,12 +76,14 @@ def test_two_copies_outlive_a_loss_of_two_of_three_that_have_them(launcher: Laun
 
 
 @pytest.mark.parametrize("mirror", ["memory", "none"])
-def test_rows_from_a_peer_are_bit_for_bit_those_of_the_store(launcher: Launcher, tmp_path: Path, mirror: str) -> None:
+def test_rows_from_a_peer_are_bit_for_bit_those_of_the_store(
+    four_ranks: FourRanks, tmp_path: Path, mirror: str
+) -> None:
     folders = {}
     for name, peers in (("peer", {"peers": PLENTY}), ("store", {})):
         folders[name] = tmp_path / name
         folders[name].mkdir()
-        codes = launcher.run(
+        codes = four_ranks.run(
             folders[name], "partial", STEPS, recovers=True, dies=[2], dies_before=5, every_steps=2, is_coded=True,
             mirror=mirror, **peers,
         )  # fmt: skip
@@ -104,24 +105,24 @@ def test_rows_from_a_peer_are_bit_for_bit_those_of_the_store(launcher: Launcher,
         same(found, expected, "stored")
 
 
-def test_copies_that_were_damaged_are_refused_and_the_store_is_read(launcher: Launcher, tmp_path: Path) -> None:
-    recovered(launcher, tmp_path, {2}, peers=PLENTY, spoils=True)
+def test_copies_that_were_damaged_are_refused_and_the_store_is_read(four_ranks: FourRanks, tmp_path: Path) -> None:
+    recovered(four_ranks, tmp_path, {2}, peers=PLENTY, spoils=True)
 
     assert from_peer(tmp_path, 2) == 0
     assert reads_of_tables(tmp_path, 2)
     assert "the stored object is read instead" in outputs(tmp_path)
 
 
-def test_a_rank_keeps_no_more_than_its_memory_and_the_store_has_the_rest(launcher: Launcher, tmp_path: Path) -> None:
-    recovered(launcher, tmp_path, {2}, peers={"memory_bytes": 300})
+def test_a_rank_keeps_no_more_than_its_memory_and_the_store_has_the_rest(four_ranks: FourRanks, tmp_path: Path) -> None:
+    recovered(four_ranks, tmp_path, {2}, peers={"memory_bytes": 300})
 
     assert 0 < max(max(one) for one in kept(tmp_path)) <= 300
     assert from_peer(tmp_path, 2) > 0
     assert reads_of_tables(tmp_path, 2)
 
 
-def test_only_objects_of_the_newest_chain_are_kept(launcher: Launcher, tmp_path: Path) -> None:
-    recovered(launcher, tmp_path, {2}, peers=PLENTY, policy="baseline")
+def test_only_objects_of_the_newest_chain_are_kept(four_ranks: FourRanks, tmp_path: Path) -> None:
+    recovered(four_ranks, tmp_path, {2}, peers=PLENTY, policy="baseline")
 
     assert from_peer(tmp_path, 2) > 0
     assert not reads_of_tables(tmp_path, 2)
@@ -150,7 +151,7 @@ def check_nothing_acknowledged_was_lost(folder: Path, lost: set[int]) -> int:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_nothing_acknowledged_is_lost_in_fifty_kills(launcher: Launcher, calm: Calm, tmp_path: Path) -> None:
+def test_nothing_acknowledged_is_lost_in_fifty_kills(four_ranks: FourRanks, calm: Calm, tmp_path: Path) -> None:
     """One of four ranks, two that keep each other's copies, two that do not, three, all; at calls drawn with a seed."""
     random = np.random.default_rng(0)
     losses = [
@@ -168,7 +169,7 @@ def test_nothing_acknowledged_is_lost_in_fifty_kills(launcher: Launcher, calm: C
         folder = tmp_path / str(number)
         folder.mkdir()
 
-        codes = launcher.run(
+        codes = four_ranks.run(
             folder, "partial", STEPS, recovers=True, kill=[first, index, when], along=along, peers=PLENTY
         )
 
@@ -188,13 +189,13 @@ def test_nothing_acknowledged_is_lost_in_fifty_kills(launcher: Launcher, calm: C
     ("create commits/", 3, "after", False),
 ])  # fmt: skip
 def test_a_rank_lost_in_a_save_gets_the_committed_rows(
-    launcher: Launcher, calm: Calm, tmp_path: Path, part: str, occurrence: int, when: str, fresh: bool
+    four_ranks: FourRanks, calm: Calm, tmp_path: Path, part: str, occurrence: int, when: str, fresh: bool
 ) -> None:
     """``fresh``: the newest version is one that was passed on; of another one the store has what is new."""
     rank = 0 if part.startswith("create") else 2
     index = calm.index(rank, part, occurrence)
 
-    codes = launcher.run(tmp_path, "partial", STEPS, recovers=True, kill=[rank, index, when], peers=PLENTY)
+    codes = four_ranks.run(tmp_path, "partial", STEPS, recovers=True, kill=[rank, index, when], peers=PLENTY)
 
     assert codes == [0] * 4, outputs(tmp_path)
     check_recovered(tmp_path, {rank})

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +12,8 @@ import pytest
 from cnr_store import Store, TableOptions, verify_store
 from cnr_store.runtime.ranks import OneRank
 from cnr_store.training import CheckpointManager, StoreOptions, TrackingOptions
-from tests.support.launcher import Server
+from tests.training.four_ranks import STEPS, Calm, FourRanks, outputs
 from tests.training.ranks_program import RankTraining, When, logged_state, noted
-
-STEPS = 4
-"""Steps, and saves, of a training that is killed. It is resumed for one more."""
 
 pytestmark = pytest.mark.slow
 
@@ -34,55 +28,6 @@ KILLS: dict[str, tuple[int, str, int, When, int]] = {
 
 The first commit is the fence of the first step.
 """
-
-
-class Launcher(Server):
-    """The process that forks the ranks of each run."""
-
-    def run(self, folder: Path, name: str, steps: int = STEPS, **job: Any) -> list[int | None]:
-        """Exit codes of the four ranks; None for one that hung."""
-        codes: list[int | None] = self.ask(folder=str(folder), name=name, steps=steps, **job)
-        return codes
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    with closing(Launcher("tests.training.ranks_program")) as started:
-        yield started
-
-
-@dataclass
-class Calm:
-    """A run that nobody disturbed, one step longer than the others: its values, and each rank's storage calls."""
-
-    folder: Path
-    calls: list[list[str]]
-
-    def of_saves(self, rank: int) -> int:
-        """How many calls the saves of `STEPS` steps take."""
-        last_put = "_receipt.json.zst" if rank else "_segment.json.zst"
-        ends = [index for index, call in enumerate(self.calls[rank]) if last_put in call and "put" in call]
-        last = ends[STEPS - 1]
-        return last + 1 if rank else next(i for i in range(last, len(self.calls[0])) if "hint" in self.calls[0][i]) + 1
-
-    def index(self, rank: int, part: str, occurrence: int) -> int:
-        found = [index for index, call in enumerate(self.calls[rank]) if part in call and not call.startswith("read")]
-        return found[occurrence - 1]
-
-
-@pytest.fixture(scope="module")
-def calm(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Calm:
-    folder = tmp_path_factory.mktemp("calm")
-    codes = launcher.run(folder, "calm", STEPS + 1)
-    assert codes == [0] * 4, outputs(folder)
-    calls = [noted(folder, "calm", rank, "calls")[0] for rank in range(4)]
-    assert sum(call.startswith("create commits/") for call in calls[0]) == STEPS + 2
-    assert not any(call.startswith("create") for rank in (1, 2, 3) for call in calls[rank])
-    return Calm(folder, calls)
-
-
-def outputs(folder: Path) -> str:
-    return "\n".join(path.read_text() for path in sorted(folder.glob("*.txt")))
 
 
 def same(found: Any, expected: Any, what: str) -> None:
@@ -124,9 +69,9 @@ def check_what_is_stored(folder: Path, run: str) -> int:
     return last.step
 
 
-def check_resumed(launcher: Launcher, folder: Path, calm: Calm, step: int) -> None:
+def check_resumed(four_ranks: FourRanks, folder: Path, calm: Calm, step: int) -> None:
     """Four new processes go on and end where the run ended that nobody disturbed."""
-    codes = launcher.run(folder, "resumed", STEPS + 1)
+    codes = four_ranks.run(folder, "resumed", STEPS + 1)
     assert codes == [0] * 4, outputs(folder)
     for rank in range(4):
         assert noted(folder, "resumed", rank, "restored") == [step]
@@ -150,24 +95,24 @@ def check_survivors(folder: Path, run: str, ranks: set[int], *, is_saved: bool =
         assert noted(folder, run, rank, "calls")  # it came to its end
 
 
-def killed(launcher: Launcher, folder: Path, calm: Calm, rank: int, index: int, when: When) -> tuple[str, int]:
+def killed(four_ranks: FourRanks, folder: Path, calm: Calm, rank: int, index: int, when: When) -> tuple[str, int]:
     """Kill a rank at a storage call and check everything; returns the call and the step that was restored."""
-    codes = launcher.run(folder, "killed", kill=[rank, index, when])
+    codes = four_ranks.run(folder, "killed", kill=[rank, index, when])
     assert codes == [-9 if one == rank else 1 for one in range(4)], outputs(folder)
     is_saved = rank > 0 and calm.calls[rank][index].startswith("read")  # the record that rank 0 says it has written
     check_survivors(folder, "killed", set(range(4)) - {rank}, is_saved=is_saved)
     step = check_what_is_stored(folder, "killed")
-    check_resumed(launcher, folder, calm, step)
+    check_resumed(four_ranks, folder, calm, step)
     return calm.calls[rank][index], step
 
 
 @pytest.mark.parametrize("name", KILLS)
 def test_a_rank_killed_in_a_save_leaves_the_last_version_whole(
-    launcher: Launcher, calm: Calm, tmp_path: Path, name: str
+    four_ranks: FourRanks, calm: Calm, tmp_path: Path, name: str
 ) -> None:
     rank, part, occurrence, when, expected = KILLS[name]
 
-    _, step = killed(launcher, tmp_path, calm, rank, calm.index(rank, part, occurrence), when)
+    _, step = killed(four_ranks, tmp_path, calm, rank, calm.index(rank, part, occurrence), when)
 
     assert step == expected
 
@@ -175,7 +120,7 @@ def test_a_rank_killed_in_a_save_leaves_the_last_version_whole(
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_a_rank_killed_at_any_of_fifty_calls_leaves_the_last_version_whole(
-    launcher: Launcher, calm: Calm, tmp_path: Path
+    four_ranks: FourRanks, calm: Calm, tmp_path: Path
 ) -> None:
     places: list[tuple[int, int, When]] = []
     for rank, count in ((0, 30), (2, 20)):
@@ -189,7 +134,7 @@ def test_a_rank_killed_at_any_of_fifty_calls_leaves_the_last_version_whole(
         folder = tmp_path / str(number)
         folder.mkdir()
         try:
-            call, step = killed(launcher, folder, calm, rank, index, when)
+            call, step = killed(four_ranks, folder, calm, rank, index, when)
         except AssertionError as error:
             failures.append(f"rank {rank} {when} call {index} ({calm.calls[rank][index]}): {error}")
             continue
@@ -206,9 +151,9 @@ def test_a_rank_killed_at_any_of_fifty_calls_leaves_the_last_version_whole(
 
 @pytest.mark.parametrize("policy", ["consecutive", "baseline"])
 def test_a_damaged_mirror_of_one_rank_is_refused_on_all_until_a_restore(
-    launcher: Launcher, calm: Calm, tmp_path: Path, policy: str
+    four_ranks: FourRanks, calm: Calm, tmp_path: Path, policy: str
 ) -> None:
-    codes = launcher.run(tmp_path, "damaged", damage=2, policy=policy)
+    codes = four_ranks.run(tmp_path, "damaged", damage=2, policy=policy)
 
     assert codes == [0] * 4, outputs(tmp_path)
     for rank in range(4):
@@ -221,13 +166,13 @@ def test_a_damaged_mirror_of_one_rank_is_refused_on_all_until_a_restore(
         assert before == after
         assert [step for _, step in noted(tmp_path, "damaged", rank, "acknowledged")] == [1, 2, 3, 4]
     assert check_what_is_stored(tmp_path, "damaged") == STEPS
-    check_resumed(launcher, tmp_path, calm, STEPS)
+    check_resumed(four_ranks, tmp_path, calm, STEPS)
 
 
-def test_a_rank_that_is_too_slow_ends_the_save_on_all_ranks(launcher: Launcher, calm: Calm, tmp_path: Path) -> None:
+def test_a_rank_that_is_too_slow_ends_the_save_on_all_ranks(four_ranks: FourRanks, calm: Calm, tmp_path: Path) -> None:
     index = calm.index(3, "/_receipt.json.zst", 2)
 
-    codes = launcher.run(tmp_path, "slow", slow=[3, index, "before"], sleep_s=13, timeout_s=6)
+    codes = four_ranks.run(tmp_path, "slow", slow=[3, index, "before"], sleep_s=13, timeout_s=6)
 
     assert codes == [1] * 4, outputs(tmp_path)
     check_survivors(tmp_path, "slow", {0, 1, 2, 3})
@@ -235,11 +180,11 @@ def test_a_rank_that_is_too_slow_ends_the_save_on_all_ranks(launcher: Launcher, 
     for rank in range(3):
         assert all(when < woke for when, *_ in noted(tmp_path, "slow", rank, "error"))
     assert check_what_is_stored(tmp_path, "slow") == 1
-    check_resumed(launcher, tmp_path, calm, 1)
+    check_resumed(four_ranks, tmp_path, calm, 1)
 
 
-def test_ranks_not_next_to_a_lost_one_hear_of_it_at_once_on_every_line(launcher: Launcher, tmp_path: Path) -> None:
-    codes = launcher.run(tmp_path, "lines", lines=True)
+def test_ranks_not_next_to_a_lost_one_hear_of_it_at_once_on_every_line(four_ranks: FourRanks, tmp_path: Path) -> None:
+    codes = four_ranks.run(tmp_path, "lines", lines=True)
 
     assert codes == [0, -9, 0, 0], outputs(tmp_path)
     for rank in (0, 2, 3):
