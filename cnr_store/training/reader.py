@@ -75,7 +75,8 @@ def check_stateful(name: str, value: object) -> None:
     if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
         warnings.warn(
             f"the sampler of {name} is torch's {type(sampler).__name__}, whose order is in no checkpoint: a resumed "
-            "run trains some samples of the epoch twice and others not at all. Take shuffle=True, or RandomSampler of "
+            "run trains some samples of the epoch twice and others not at all. Make the loader as torchdata's "
+            "StatefulDataLoader(shuffle=True), also what a framework prepares, or with RandomSampler of "
             "torchdata.stateful_dataloader.sampler",
             RuntimeWarning, stacklevel=3,
         )  # fmt: skip
