@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 EXTRAS := test,bench,docs,train,gpu,torchrec,frameworks,s3,azure,gcs,metrics,ray,redis,watch
-# Two workers: the tests start servers and training processes of their own, once per file. Therefore a file stays on one
-# worker, and files keep their order: the last folder has short ones, so both workers end together.
-WORKERS ?= 2
+# Three workers on two cores: the tests start servers and training processes of their own, once per file, and wait for
+# them. Therefore a file stays on one worker, and files keep their order: the last folder has short ones, so all workers
+# end together.
+WORKERS ?= 3
 DEMO_ARGS ?=
 SUITES ?=
 QUICK ?=
