@@ -220,7 +220,8 @@ def test_a_mirror_of_another_state_gives_wrong_values_not_just_digests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("cnr_store.write.commit_checks._check_digests", lambda receipts, base: None)
-    monkeypatch.setattr("cnr_store.read.plan._compare", lambda plan, found, wanted: None)
+    for room in ("plan", "table_reader"):
+        monkeypatch.setattr(f"cnr_store.read.{room}.compare_digest", lambda plan, found, wanted: None)
 
     assert violated_within(trainer, trainer)
 
