@@ -94,11 +94,9 @@ def _check_starts(index: int, before: Manifest, after: Manifest) -> Iterator[Con
     ends, starts = before.parts_of, after.parts_of
     changed = [table for table in after.recorded if not _continues(ends.get(table, ()), starts.get(table, ()))]
     whole = {
-        (part.table, part.rows, part.columns): part.state_digest
-        for table in changed
-        for part in before.parts_of.get(table, ())
+        (part.table, part.rows, part.columns): part.state_digest for table in changed for part in ends.get(table, ())
     }
-    for part in (part for table in changed for part in _starts(after.parts_of.get(table, ()), after.tables[table])):
+    for part in (part for table in changed for part in _starts(starts.get(table, ()), after.tables[table])):
         old, new = before.tables.get(part.table), after.tables[part.table]
         if part.base_digest is None or old is None or (old.generation, old.shift) != (new.generation, new.shift):
             continue  # After a new shift the same codes are in a finer unit, so their digest differs.

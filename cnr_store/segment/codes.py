@@ -342,24 +342,29 @@ class TableCodes:
             totals = workers.run_blocks(of_range, self.num_rows, TASK_ROWS)
         return digest.add_digests(*totals, self.escape_digest(self.escapes, multipliers))
 
-    def digest_by_key(self, keys: RowIds, workers: Workers) -> int:
-        """Return the state digest of rows by key: row i is that of ``keys[i]`` (spec, CNR-DIG-6)."""
+    def digest_by_key(
+        self, keys: RowIds, workers: Workers, places: RowIds | None = None, exact: ExactRows | None = None
+    ) -> int:
+        """Return the state digest of rows by key (spec, CNR-DIG-6).
+
+        The row of ``keys[i]`` is at ``places[i]``, or at i. ``exact``: escape rows by key; None for those held here.
+        """
         status = self.track_status(CODED)
         names = [name for name, spec in self.specs.items() if spec.is_additive and name in self.arrays]
         multipliers = {name: self.specs[name].multipliers for name in names}
 
         def of_range(low: int, high: int) -> int:
-            coded = np.flatnonzero(status[low:high] == CODED) + low
+            at = np.arange(low, high) if places is None else places[low:high]
+            coded = status[at] == CODED
+            rows, ids = at[coded], keys[low:high][coded]
             return sum(
-                digest.digest_of_rows(
-                    self.arrays[name][coded], keys[coded], multipliers[name], self.specs[name].presence()
-                )
+                digest.digest_of_rows(self.arrays[name][rows], ids, multipliers[name], self.specs[name].presence())
                 for name in names
             )
 
-        exact = ExactRows(keys[self.escapes.rows], self.escapes.values)
         totals = workers.run_blocks(of_range, len(keys), TASK_ROWS)
-        return digest.add_digests(*totals, self.escape_digest(exact, multipliers))
+        escapes = ExactRows(keys[self.escapes.rows], self.escapes.values) if exact is None else exact
+        return digest.add_digests(*totals, self.escape_digest(escapes, multipliers))
 
     def block_digest(self, name: str, low: int, high: int, multipliers: npt.NDArray[np.uint64]) -> int:
         """Return what the coded rows at positions [low, high) of one array add to the digest."""

@@ -105,20 +105,10 @@ class KeyedMirror:
     def _held(self, keys: RowIds, workers: Workers) -> int:
         """Return what keys add to the digest now."""
         places = self.places(keys)
-        there = np.flatnonzero(places != MISSING)
-        multipliers = {name: self.codes.specs[name].multipliers for name in self.codes.arrays}
-
-        def of_range(start: int, stop: int) -> int:
-            at = there[start:stop]
-            return sum(
-                digest.digest_of_rows(held[places[at]], keys[at], multipliers[name], self.codes.specs[name].presence())
-                for name, held in self.codes.arrays.items()
-            )
-
-        totals = workers.run_blocks(of_range, len(there), TASK_ROWS)
+        there = places != MISSING
         leaving = np.isin(self._exact.rows, keys, assume_unique=True)
         exact = ExactRows(self._exact.rows[leaving], {n: v[leaving] for n, v in self._exact.values.items()})
-        return digest.add_digests(*totals, self.codes.escape_digest(exact, multipliers))
+        return self.codes.digest_by_key(keys[there], workers, places[there], exact)
 
     def move(
         self, changes: Sequence[EncodedRows], allocate: Allocate, after: int | None, limit: int | None

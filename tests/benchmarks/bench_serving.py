@@ -95,11 +95,8 @@ def measure_lookups(report: harness.Report, folder: Path, size: Size) -> None:
         os.sched_setaffinity(0, rest)  # threads and processes that are started from here on have it too
     with Partner(__file__, "compute") as neighbour:
         with steps.loader(threads=threads) as loader:
-            timed = TimedLookups(lambda ids: loader.lookup_many({TABLE: ids}), size.rows, core)
-            thread = threading.Thread(target=timed.run, daemon=True)
-            thread.start()
-            phases = _alternate(loader, steps, size, neighbour)
-            timed.end(thread)
+            with TimedLookups(lambda ids: loader.lookup_many({TABLE: ids}), size.rows, core) as timed:
+                phases = _alternate(loader, steps, size, neighbour)
             _report_lookups(report, "in process", timed.samples, phases)
         with (
             harness.data_folder("/dev/shm") as shared,
@@ -112,11 +109,8 @@ def measure_lookups(report: harness.Report, folder: Path, size: Size) -> None:
             samples = np.array(reader.hear()["samples"])
             _report_lookups(report, "shared memory, another process", samples, phases)
         with harness.data_folder("/dev/shm") as shared, steps.apart(threads=threads, shared=shared) as apart:
-            timed = TimedLookups(lambda ids: apart.lookup_many({TABLE: ids}), size.rows, core)
-            thread = threading.Thread(target=timed.run, daemon=True)
-            thread.start()
-            phases = _alternate(apart, steps, size, neighbour)
-            timed.end(thread)
+            with TimedLookups(lambda ids: apart.lookup_many({TABLE: ids}), size.rows, core) as timed:
+                phases = _alternate(apart, steps, size, neighbour)
             _report_lookups(report, "in the process that opened a LoaderProcess", timed.samples, phases)
     os.sched_setaffinity(0, [core, *rest])
 
@@ -143,16 +137,29 @@ class Steps:
 
 @dataclass(slots=True)
 class TimedLookups:
-    """Looks up random rows without end and keeps when each lookup began, and how long it took and waited for a core."""
+    """Looks up random rows on a thread while it is open.
+
+    Keeps when each lookup began, and how long it took and waited for a core.
+    """
 
     look_up: Callable[[npt.NDArray[np.int64]], object]
     rows: int
     core: int
     _found: list[tuple[float, float, float]] = field(default_factory=list)
     _ends: bool = False
+    _thread: threading.Thread | None = None
 
-    def run(self) -> None:
-        """Look up on the core until told to end."""
+    def __enter__(self) -> TimedLookups:
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends = True
+        assert self._thread is not None
+        self._thread.join()
+
+    def _run(self) -> None:
         os.sched_setaffinity(0, [self.core])
         chosen = np.random.default_rng(5).integers(0, self.rows, (256, LOOKUP_ROWS))
         count = 0
@@ -165,11 +172,6 @@ class TimedLookups:
                 took = time.monotonic() - began
                 self._found.append((began, took, _waited_s(scheduled.fileno()) - waited))
                 count += 1
-
-    def end(self, thread: threading.Thread) -> None:
-        """Let the thread end."""
-        self._ends = True
-        thread.join()
 
     @property
     def samples(self) -> npt.NDArray[np.float64]:
@@ -195,12 +197,9 @@ def compute(told: Told) -> None:
 def look_up_attached(told: Told, folder: str, rows: int, core: int) -> None:
     """The reader process: attach, look up until an order comes, tell the samples."""
     tables = AttachedTables(folder)
-    timed = TimedLookups(lambda ids: tables.lookup_many({TABLE: ids}), rows, core)
-    thread = threading.Thread(target=timed.run, daemon=True)
-    thread.start()
-    told.tell(ready=True)
-    told.order()
-    timed.end(thread)
+    with TimedLookups(lambda ids: tables.lookup_many({TABLE: ids}), rows, core) as timed:
+        told.tell(ready=True)
+        told.order()
     told.tell(samples=timed.samples.tolist())
 
 
