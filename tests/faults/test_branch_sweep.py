@@ -142,7 +142,7 @@ def test_calm_run_is_right() -> None:
     assert report.calls > 60
 
 
-def test_branches_survive_a_fault_at_any_other_storage_call() -> None:
+def test_branches_survive_a_fault_at_each_kind_of_storage_call() -> None:
     survived(BranchLife(), CI_FAULTS, every=5)
 
 
