@@ -56,11 +56,32 @@ def read_id_map(snapshot: Snapshot, table: str) -> IdMap:
     TableNotFound
         There is no such table, or no map of it.
     DoesNotApply
-        The map is of another number of rows than the table.
+        The map is of another number of rows than the table, its raw ids do not ascend, or a row is outside the table.
     CorruptStore
     """
     names = map_names(table, snapshot.dense)
-    return checked_map(table, snapshot.table(table).schema.num_rows, names, snapshot.read_many_dense(names))
+    found = checked_map(table, snapshot.table(table).schema.num_rows, names, snapshot.read_many_dense(names))
+    _check_values(table, names, found)
+    return found
+
+
+def _check_values(table: str, names: tuple[str, str], found: IdMap) -> None:
+    """Raise unless raw ids ascend, each once but for the places without an id, and all rows are in the table."""
+    raw_ids, row_ids = found.raw_ids, found.row_ids
+    is_free = raw_ids[1:] == np.iinfo(np.int64).max
+    if not ((raw_ids[1:] > raw_ids[:-1]) | is_free).all():
+        raise DoesNotApply(
+            f"{names[0]!r} is no map of table {table!r}: its raw ids do not ascend, so an id would not be found; save "
+            "the module's own state",
+            table=table, expected="ascending raw ids",
+        )  # fmt: skip
+    outside = np.flatnonzero((row_ids < 0) | (row_ids >= len(row_ids)))
+    if len(outside):
+        row = int(row_ids[outside[0]])
+        raise DoesNotApply(
+            f"{names[1]!r} is no map of table {table!r}: it names row {row}, and the table has {len(row_ids)} rows",
+            table=table, expected=f"rows below {len(row_ids)}", found=row,
+        )  # fmt: skip
 
 
 def checked_map(table: str, num_rows: int, names: tuple[str, str], tensors: Mapping[str, npt.NDArray[Any]]) -> IdMap:

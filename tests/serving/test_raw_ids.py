@@ -165,3 +165,22 @@ def test_a_table_without_a_map_and_a_map_of_another_size_are_refused(store: Stor
                 read_id_map(store.snapshot(), table)
             with pytest.raises(error, match=table):
                 loader.lookup_many({table: [1]}, by_raw_id=[table])
+
+
+@pytest.mark.parametrize("fault", ["order", "twice", "row"])
+def test_a_map_that_would_find_no_row_or_one_outside_the_table_is_refused(store: Store, fault: str) -> None:
+    raw_ids, rows = map_of(1)
+    if fault == "order":
+        raw_ids[:2] = raw_ids[1::-1]
+    elif fault == "twice":
+        raw_ids[1] = raw_ids[0]
+    else:
+        rows[3] = ROWS
+    with store.writer() as writer:
+        writer.restore()
+        with writer.begin(2, "delta") as txn:
+            base = module("a", "t")
+            txn.put_dense({f"{base}._mch_sorted_raw_ids": raw_ids, f"{base}._mch_remapped_ids_mapping": rows})
+
+    with pytest.raises(DoesNotApply, match="row 16, and the table" if fault == "row" else "do not ascend"):
+        read_id_map(store.snapshot(), TABLE)
