@@ -88,7 +88,8 @@ def measure_scale(
     held
         The scale that the table had when it was last restored, if it was; see `spread_over_cells`.
     may_escape
-        Whether rows beyond the code range of a given scale escape: they do not count, and do not refuse it.
+        Whether rows beyond the code range of a given scale, or of the largest one, escape: they do not count, and
+        do not refuse it.
 
     Returns
     -------
@@ -114,12 +115,14 @@ def measure_scale(
         rows = _finite(to_float32(sample.rows(), dtype))
         given = choose_scale(rows[:0], precision)
         if may_escape:
-            rows = rows[np.abs(rows).max(axis=1, initial=0.0) <= given * MAX_CODE]
+            rows = _within(rows, given * MAX_CODE)
         _check_range(rows, given)
         return ScaleChoice(given, len(rows), lattice_mse(rows, given), 0.0)
     rows = _finite(to_float32(sample.rows(), dtype))
     if held is not None:
         rows = spread_over_cells(rows, held)
+    if may_escape:
+        rows = _within(rows, _LARGEST_USABLE * MAX_CODE)
     target = _target_of(rows, bits)
     scale = _scale_for_error(rows, target.mse)
     errors = lattice_row_errors(rows, scale)
@@ -322,6 +325,11 @@ def _finite(sample: Float32s) -> Float32s:
     return sample if math.isfinite(_largest(sample)) else sample[np.isfinite(sample).all(axis=1)]
 
 
+def _within(rows: Float32s, limit: float) -> Float32s:
+    """Return the finite rows (n, d) without values beyond the limit: the array itself where there are none."""
+    return rows if _largest(rows) <= limit else rows[np.abs(rows).max(axis=1) <= limit]
+
+
 def _check_one_target(precision: Precision) -> None:
     targets = [name for name in ("bits", "max_error", "scale") if getattr(precision, name) is not None]
     if len(targets) != 1:
@@ -379,6 +387,7 @@ def _bracket(
     """Return (a scale that meets the target, a larger one that misses it or None if none does)."""
     fits = _usable(start)
     misses: float | None = None
+    finest = max(finest, SMALLEST_SCALE)
     while _mse(sample, fits) > target and fits > finest:
         fits, misses = _usable(max(fits / 1.25, finest)), fits
     while misses is None and fits < 4.0 * largest and fits < _LARGEST_USABLE:
@@ -393,10 +402,12 @@ def _bracket(
 def _check_range(sample: Float32s, scale: float) -> None:
     largest = _largest(sample)
     if largest > scale * MAX_CODE:
+        least = largest / MAX_CODE
+        coarser = f"ask for a scale of at least {least:.3g} (max_error {least / 2:.3g}), or "
         raise BadInput(
-            f"the sample holds values up to {largest:.6g}, which at scale {scale:.6g} need codes beyond 2^21; ask for "
-            f"a scale of at least {largest / MAX_CODE:.3g} (max_error {largest / MAX_CODE / 2:.3g}), or use float_bits "
-            "for values of such a range",
+            f"the sample holds values up to {largest:.6g}, which at scale {scale:.6g} need codes beyond 2^21; "
+            f"{coarser if least < _LARGEST_USABLE else ''}use float_bits (TableOptions.exact()) for values of such a "
+            "range",
             expected=f"at most {scale * MAX_CODE:.6g}",
             found=largest,
         )

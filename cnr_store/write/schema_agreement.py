@@ -63,7 +63,10 @@ def propose(
     """
     dtype = table_dtype(values, table)
     sample = RowSample(values, dtype)
-    choice = choose_table_scale(options, dtype, sample, held=held)
+    try:
+        choice = choose_table_scale(options, dtype, sample, held=held)
+    except BadInput as error:
+        raise BadInput(f"table {table!r}: {error}", table=table, expected=error.expected, found=error.found) from None
     schema = table_schema(
         table, options, num_rows=shape[0], dim=shape[1], dtype=dtype, sample=sample, choice=choice,
         slots=slots, generation=generation, has_mirror=has_mirror,

@@ -132,7 +132,11 @@ def check_options(table: str, options: TableOptions, dtype: TableDtype) -> None:
         if options.mantissa_bits is not None:
             widths.bit_shift(options.mantissa_bits, dtype)
     except BadInput as error:
-        raise BadInput(f"table {table!r} is {dtype}: {error}", table=table, found=error.found) from None
+        meant = "" if options.encoding or dtype == "float32" else ", and so is stored as float_bits by default"
+        raise BadInput(
+            f"table {table!r} is {dtype}{meant}: {error}. Options by table: options={{table: TableOptions(...)}}",
+            table=table, expected=error.expected, found=error.found,
+        ) from None  # fmt: skip
 
 
 def choose_encoding(

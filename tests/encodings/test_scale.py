@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from cnr_store.encodings import kernels, scale
+from cnr_store.encodings.lattice import SMALLEST_SCALE
 from cnr_store.errors import BadInput
 from cnr_store.types import MAX_CODE, AffineBits, Precision
 from tests.support.encoders import affine_mse, lattice_codes, lattice_floats
@@ -38,6 +39,18 @@ def test_bits_meets_the_error_of_check_n_run_rows_within_half_a_percent(bits: Af
     found = scale.lattice_mse(rows, scale.choose_scale(rows, Precision(bits=bits)))
 
     assert 0.995 * target <= found <= target
+
+
+@pytest.mark.parametrize("bits", [2, 8])
+@pytest.mark.parametrize("unit", [1e-36, 1e-40, 1e-44])
+def test_rows_that_need_a_finer_scale_than_there_is_get_the_finest(bits: AffineBits, unit: float) -> None:
+    """A regression: the search for a scale of such rows had no end, and so had the save."""
+    rows = (normal_rows().astype(np.float64) * unit).astype(np.float32)
+
+    step = scale.choose_scale(rows, Precision(bits=bits))
+
+    assert step >= SMALLEST_SCALE
+    assert step == SMALLEST_SCALE or scale.lattice_mse(rows, step) <= affine_mse(rows, bits)
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (1, 1), (37, 7), (64, 130)])

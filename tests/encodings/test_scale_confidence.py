@@ -175,6 +175,16 @@ def test_rows_that_escape_do_not_count() -> None:
         measure_scale(sample, "float32", Precision(scale=0.5))
 
 
+def test_rows_beyond_every_scale_do_not_count_if_they_escape() -> None:
+    """A regression: with bits= such a row was refused although it was to escape."""
+    rows = normal(rows=100)
+    rows[7] = 3e38
+    sample = RowSample(rows, "float32")
+    assert measure_scale(sample, "float32", Precision(bits=8), may_escape=True).sample_rows == 99
+    with pytest.raises(BadInput, match=r"need codes beyond 2\^21; use float_bits"):
+        measure_scale(sample, "float32", Precision(bits=8))
+
+
 def test_half_precision_tables_are_measured_as_the_numbers_they_are() -> None:
     rows = normal(rows=500).astype(np.float16)
     halves = measure_scale(RowSample(rows, "float16"), "float16", Precision(bits=4))

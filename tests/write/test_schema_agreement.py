@@ -142,3 +142,10 @@ def test_a_rank_that_keeps_no_mirror_writes_another_kind_of_table() -> None:
 
     with pytest.raises(BadInput, match="do not agree on table 't'"):
         agree("t", [*mine, *other])
+
+
+def test_a_scale_that_cannot_be_chosen_names_its_table() -> None:
+    """A regression: of a model with many tables, the error did not say which one has the values."""
+    with pytest.raises(BadInput, match=r"table .t.: .* need codes beyond") as caught:
+        proposals([np.full((4, 2), 1e9, np.float32)], TableOptions(scale=0.01))
+    assert caught.value.table == "t"

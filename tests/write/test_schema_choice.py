@@ -147,7 +147,7 @@ def test_other_records_and_arguments_are_checked_where_they_are_given(make: Call
 
 
 def test_bits_of_a_half_precision_table_need_an_encoding_that_has_them() -> None:
-    with pytest.raises(BadInput, match="name the encoding"):
+    with pytest.raises(BadInput, match=r"stored as float_bits by default.* name the encoding.*Options by table"):
         check_options("t", TableOptions(bits=4), "float16")
     assert isinstance(chosen("float16", encoding="lattice", bits=4), Lattice)
 
