@@ -15,8 +15,11 @@ MUTANTS ?=
 PYTHONS ?= 3.12 3.13
 GPU_PYTHON ?= python3
 
+# The tests start hundreds of interpreters: without bytecode each would compile the library again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve-demo test test-pythons check azurite redis bench gpu docs soak dist-check mutants clean
+.PHONY: help setup demo serve-demo test test-pythons check doctests bytecode azurite redis bench gpu docs soak dist-check mutants clean
 
 help:
 	@echo "make demo   train, kill, restore and finish a small model; leaves a store to look at"
@@ -68,8 +71,16 @@ redis:
 	  || echo "warning: redis-server is not installed (Debian: apt-get install redis-server); its tests will be skipped" >&2
 
 # TorchRec, Lightning and torchtnt warn while they are imported, and a warning is an error here: tests run them in processes of their own.
-test: check azurite redis
+doctests: $(VENV)/.stamp
 	$(BIN)/python -m pytest -q --doctest-modules --doctest-ignore-import-errors --ignore cnr_store/integrations/torchrec --ignore cnr_store/integrations/lightning.py --ignore cnr_store/integrations/torchtnt.py cnr_store
+
+# Workers that collect at the same time would each compile every test.
+bytecode: $(VENV)/.stamp
+	-@$(BIN)/python -m pytest -qq --collect-only tests > /dev/null
+
+# Two jobs: mypy keeps one core busy, so the doctests and the bytecode are made beside it.
+test: azurite redis
+	$(MAKE) --no-print-directory --jobs 2 check doctests bytecode
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests
 
 # An environment for each. CI=: here torch may be another build than the pinned one; the set-up warns.
