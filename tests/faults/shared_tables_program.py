@@ -1,7 +1,7 @@
 """Processes for the tests of shared tables: an owner that may kill itself at a given call, and counting readers.
 
-``python -m tests.faults.shared_tables_program owner <folder> <first version> <kill at> <versions>``
-``python -m tests.faults.shared_tables_program reader <folder> <lookups> <seed>``
+Both are forked from a launcher; a reader that is killed is one of its own:
+``python -m tests.faults.shared_tables_program <folder> <lookups> <seed>``
 """
 
 from __future__ import annotations
@@ -239,8 +239,4 @@ def read(folder: str, lookups: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    job, folder, *numbers = sys.argv[1:]
-    if job == "owner":
-        own(folder, *map(int, numbers))
-    else:
-        read(folder, *map(int, numbers))
+    read(sys.argv[1], *map(int, sys.argv[2:]))

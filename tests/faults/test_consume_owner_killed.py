@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,32 +13,29 @@ from cnr_store.serving.rows.attached import AttachedTables
 from cnr_store.serving.rows.shared_memory import SharedMemory
 from tests.faults.shared_tables_program import Counts, first_tables, publish
 from tests.faults.test_consume_torn_reads import reader_process
+from tests.support.launcher import Launcher, Program
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 VERSIONS = 4
 CI_KILLS = 6
 
 
-def run_owner(folder: Path, first: int, kill_at: int) -> tuple[int, list[str]]:
+def run_owner(launcher: Launcher, folder: Path, first: int, kill_at: int) -> tuple[int, list[str]]:
     """Let an owner serve some versions; return its exit status and its output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.shared_tables_program", "owner", str(folder), str(first), str(kill_at),
-         str(VERSIONS)],
-        capture_output=True, text=True, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, check=False,
-    )  # fmt: skip
+    code = f"from tests.faults.shared_tables_program import own; own({str(folder)!r}, {first}, {kill_at}, {VERSIONS})"
+    (done,) = launcher.run(Program(["-c", code]), folder=folder)
     return done.returncode, done.stdout.split("\n")[:-1]
 
 
 @pytest.fixture(scope="module")
-def calls(tmp_path_factory: pytest.TempPathFactory) -> int:
+def calls(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> int:
     """Number of calls of an owner that is not killed."""
-    status, said = run_owner(tmp_path_factory.mktemp("alone"), 1, 0)
+    status, said = run_owner(launcher, tmp_path_factory.mktemp("alone"), 1, 0)
     assert status == 0, said
     return int(said[-1].removeprefix("calls "))
 
 
-def check_kill(folder: Path, kill_at: int) -> None:
-    status, said = run_owner(folder, 1, kill_at)
+def check_kill(launcher: Launcher, folder: Path, kill_at: int) -> None:
+    status, said = run_owner(launcher, folder, 1, kill_at)
     assert status == -signal.SIGKILL
     published = int(said[-1]) if said else 0
     # A reader that comes after the death sees a whole version: the last that was acknowledged, or the next.
@@ -75,18 +69,20 @@ def check_kill(folder: Path, kill_at: int) -> None:
 
 
 @pytest.mark.parametrize("share", range(CI_KILLS))
-def test_an_owner_killed_at_any_point_leaves_a_whole_version(share: int, calls: int, tmp_path: Path) -> None:
+def test_an_owner_killed_at_any_point_leaves_a_whole_version(
+    launcher: Launcher, share: int, calls: int, tmp_path: Path
+) -> None:
     # Evenly over the calls of the first publication, of the next ones, and of the end.
-    check_kill(tmp_path, 1 + share * (calls - 1) // (CI_KILLS - 1))
+    check_kill(launcher, tmp_path, 1 + share * (calls - 1) // (CI_KILLS - 1))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_an_owner_killed_before_every_call_leaves_a_whole_version(
-    calls: int, tmp_path_factory: pytest.TempPathFactory
+    launcher: Launcher, calls: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     for kill_at in range(1, calls + 1):
-        check_kill(tmp_path_factory.mktemp("killed"), kill_at)
+        check_kill(launcher, tmp_path_factory.mktemp("killed"), kill_at)
 
 
 def test_readers_that_are_killed_hold_nobody_up(tmp_path: Path) -> None:

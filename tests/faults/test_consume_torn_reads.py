@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from cnr_store.serving.rows.attached import AttachedTables
 from cnr_store.serving.rows.lookups import ViewSource
 from cnr_store.serving.rows.shared_memory import SharedMemory
 from tests.faults.shared_tables_program import LEAST_VERSIONS, Counts, counted, first_tables, publish
+from tests.support.launcher import Launcher, Program
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 THREADS, PROCESSES = 4, 2
@@ -23,26 +25,27 @@ THREADS, PROCESSES = 4, 2
 
 def reader_process(folder: Path, lookups: int, seed: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.faults.shared_tables_program", "reader", str(folder), str(lookups), str(seed)],
+        [sys.executable, "-m", "tests.faults.shared_tables_program", str(folder), str(lookups), str(seed)],
         stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
     )  # fmt: skip
 
 
-def answer(process: subprocess.Popen[str]) -> dict[str, int]:
-    with process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "attached\n"
-        found: dict[str, int] = json.loads(process.stdout.readline())
+def answer(process: subprocess.CompletedProcess[str]) -> dict[str, int]:
+    assert process.returncode == 0, process.stderr
+    attached, counts = process.stdout.splitlines()
+    assert attached == "attached"
+    found: dict[str, int] = json.loads(counts)
     return found
 
 
-def torn_reads(folder: Path, total: int) -> list[dict[str, int]]:
+def torn_reads(launcher: Launcher, folder: Path, total: int) -> list[dict[str, int]]:
     """Publish until all readers have looked up, ``total`` lookups together; return what each of them counted."""
     each = total // (THREADS + PROCESSES)
     memory = SharedMemory(folder)
     publisher = memory.publisher(min_view_s=0.0)
     publisher.publish(1, 1, dict(first_tables(1, memory)), {"version": np.full(4, 1)})
-    processes = [reader_process(folder, each, seed) for seed in range(PROCESSES)]
+    code = "from tests.faults.shared_tables_program import read; read({!r}, {}, {})"
+    readers = [Program(["-c", code.format(str(folder), each, seed)]) for seed in range(PROCESSES)]
     # Two threads read as the owner does, two as another process would.
     sources: list[ViewSource] = [publisher, publisher, AttachedTables(folder), AttachedTables(folder)]
     counts = [Counts(source, 10 + seed) for seed, source in enumerate(sources)]
@@ -50,10 +53,12 @@ def torn_reads(folder: Path, total: int) -> list[dict[str, int]]:
     for thread in threads:
         thread.start()
     version = 1
-    while any(thread.is_alive() for thread in threads) or any(one.poll() is None for one in processes):
-        publish(publisher, memory, version + 1, version)
-        version += 1
-    answers = [answer(process) for process in processes]
+    with ThreadPoolExecutor(1) as waiting:
+        processes = waiting.submit(launcher.run, *readers, folder=folder, timeout_s=total / 500 + 200)
+        while any(thread.is_alive() for thread in threads) or not processes.done():
+            publish(publisher, memory, version + 1, version)
+            version += 1
+    answers = [answer(process) for process in processes.result()]
     for thread in threads:
         thread.join()
     publisher.merge()
@@ -63,8 +68,8 @@ def torn_reads(folder: Path, total: int) -> list[dict[str, int]]:
     return [*answers, *map(counted, counts)]
 
 
-def check_torn_reads(folder: Path, total: int) -> list[dict[str, int]]:
-    found = torn_reads(folder, total)
+def check_torn_reads(launcher: Launcher, folder: Path, total: int) -> list[dict[str, int]]:
+    found = torn_reads(launcher, folder, total)
 
     assert sum(one["done"] for one in found) >= total - THREADS - PROCESSES
     assert [one["mixed"] for one in found] == [0] * (THREADS + PROCESSES)
@@ -75,13 +80,13 @@ def check_torn_reads(folder: Path, total: int) -> list[dict[str, int]]:
     return found
 
 
-def test_no_batch_mixes_versions(tmp_path: Path) -> None:
-    check_torn_reads(tmp_path, 20_000)
+def test_no_batch_mixes_versions(launcher: Launcher, tmp_path: Path) -> None:
+    check_torn_reads(launcher, tmp_path, 20_000)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_no_batch_in_a_million_mixes_versions(tmp_path: Path) -> None:
-    found = check_torn_reads(tmp_path, 1_000_000)
+def test_no_batch_in_a_million_mixes_versions(launcher: Launcher, tmp_path: Path) -> None:
+    found = check_torn_reads(launcher, tmp_path, 1_000_000)
 
     print(json.dumps(found))  # noqa: T201 - the count goes into the notes of a release

@@ -25,6 +25,8 @@ from cnr_store.maintenance.compaction.run import compact_run
 from cnr_store.maintenance.gc.run import collect_garbage
 from cnr_store.storage import CreateOutcome, open_storage
 from tests.faults.life_model import LifeModel, differing, read_state, unreferenced
+from tests.support.inline_workers import inline
+from tests.support.launcher import Launcher, Program
 from tests.support.memory import QUICK
 
 SEED = 9
@@ -105,7 +107,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
 
 
 def open_store(disk: Disk) -> Store:
-    return Store.open_on(open_storage(str(disk.path / "store"), fsync=False), threads=1, retry=QUICK)
+    return inline(Store.open_on(open_storage(str(disk.path / "store"), fsync=False), threads=1, retry=QUICK))
 
 
 def save(writer: Writer, model: LifeModel, step: int) -> int:
@@ -228,7 +230,9 @@ def mirrored_saves(url: str, folder: str, levels: list[int], disk: Disk) -> list
     return outcomes
 
 
-def test_a_mirror_file_on_a_full_disk_ends_the_save_and_not_the_process(disk: Disk, tmp_path: Path) -> None:
+def test_a_mirror_file_on_a_full_disk_ends_the_save_and_not_the_process(
+    launcher: Launcher, disk: Disk, tmp_path: Path
+) -> None:
     """Run in a child process, because a write to a mapped page without disk space raises SIGBUS."""
     url = str(tmp_path / "other" / "store")
     Store.create(url, fsync=False).close()
@@ -241,7 +245,7 @@ from tests.faults.test_disk_full import {type(disk).__name__}, mirrored_saves
 print(mirrored_saves({url!r}, {str(folder)!r}, {levels}, {type(disk).__name__}(Path({str(disk.path)!r}))))
 """
 
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    (done,) = launcher.run(Program(["-c", program]), folder=tmp_path)
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str([f"storage_failure {disk.says}"] * (len(levels) - 1) + ["done"])
@@ -271,14 +275,14 @@ def done_on_full_disk(disk: Disk, doing: Doing, level: int) -> str:
         outcome, said = error.kind, str(error)
     assert disk.says in said, f"level {level}: {said}"
     assert leftovers(disk) == []
-    with Store.open(store.url) as fresh:
+    with inline(Store.open(store.url, threads=1)) as fresh:
         assert fresh.head().record.chain == before.record.chain
         assert differing(read_state(fresh.snapshot()), model.expected()) == [], f"level {level}"
         assert verify_store(fresh, every=True).problems == ()
     do()
     if doing is saving:
         model.train(SEED, DELTAS + 1)
-    with Store.open(store.url) as fresh:
+    with inline(Store.open(store.url, threads=1)) as fresh:
         assert fresh.head().record.v > before.record.v
         assert differing(read_state(fresh.snapshot()), model.expected()) == [], f"level {level}"
         assert verify_store(fresh, deep=True).problems == ()

@@ -6,20 +6,20 @@ Cases are chosen by seeds and run in processes of their own (`tests.faults.fuzz_
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections import Counter
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.launcher import Launcher, Program
+
 ROOT = Path(__file__).resolve().parents[2]
 VECTORS = json.loads((ROOT / "format_spec" / "golden" / "negative" / "vectors.json").read_text())
 PROGRAM = "tests.faults.fuzz_program"
+SOAK_S = 24 * 3600.0
 CI_CASES, CI_TRAININGS, SOAK_CASES, SOAK_TRAININGS, PROCESSES = 120, 16, 10_000, 1_000, 2
 
 HOSTILE = (
@@ -73,44 +73,31 @@ class Tally:
         ])  # fmt: skip
 
 
-def run(folder: Path, *shares: list[str]) -> Tally:
-    """Run the program once for each list of arguments, at the same time; ``folder`` is for what they print."""
-    paths = [str(ROOT), str(ROOT / "gpu"), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+def run(launcher: Launcher, folder: Path, *shares: list[str], timeout_s: float = 250.0) -> Tally:
+    """Run the program once for each list of arguments, at the same time."""
+    program = str(ROOT / f"{PROGRAM.replace('.', '/')}.py")
     tally = Tally()
-    with ExitStack() as stack:
-        told = [stack.enter_context((folder / f"{number}.jsonl").open("w+")) for number in range(len(shares))]
-        processes = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-m", PROGRAM, *share], cwd=ROOT, env=environment, stdout=file,
-                    stderr=subprocess.DEVNULL,
-                )
-            )
-            for share, file in zip(shares, told, strict=True)
-        ]  # fmt: skip
-        for process, file in zip(processes, told, strict=True):
-            code, begun = process.wait(), None
-            file.seek(0)
-            for line in file:
-                document = json.loads(line)
-                begun = document.get("begins", begun)
-                if "begins" not in document:
-                    tally.take(document)
-            if code != 0:
-                tally.failures.append(f"the process of case {begun} ended with {code}")
+    for ended in launcher.run(*(Program([program, *share]) for share in shares), folder=folder, timeout_s=timeout_s):
+        begun = None
+        for line in ended.stdout.splitlines():
+            document = json.loads(line)
+            begun = document.get("begins", begun)
+            if "begins" not in document:
+                tally.take(document)
+        if ended.returncode != 0:
+            tally.failures.append(f"the process of case {begun} ended with {ended.returncode}: {ended.stderr[-2000:]}")
     return tally
 
 
-def shares_of(cases: int, first: int = 0) -> list[list[str]]:
+def shares_of(cases: int) -> list[list[str]]:
     return [
-        ["--first", str(first + share), "--every", str(PROCESSES), "--count", str(cases // PROCESSES)]
+        ["--first", str(share), "--every", str(PROCESSES), "--count", str(cases // PROCESSES)]
         for share in range(PROCESSES)
     ]
 
 
-def test_some_mutated_stores_give_right_data_or_an_error_of_the_tree(tmp_path: Path) -> None:
-    tally = run(tmp_path, *shares_of(CI_CASES))
+def test_some_mutated_stores_give_right_data_or_an_error_of_the_tree(launcher: Launcher, tmp_path: Path) -> None:
+    tally = run(launcher, tmp_path, ["--count", str(CI_CASES)])
 
     sys.stdout.write(f"{tally}\n")
     assert not tally.failures, str(tally)
@@ -122,15 +109,15 @@ def test_some_mutated_stores_give_right_data_or_an_error_of_the_tree(tmp_path: P
     )
 
 
-def test_some_damaged_trainings_are_restored_right_or_raise_library_errors(tmp_path: Path) -> None:
-    tally = run(tmp_path, ["--training", "--doors", "2", "--count", str(CI_TRAININGS)])
+def test_some_damaged_trainings_are_restored_right_or_raise_library_errors(launcher: Launcher, tmp_path: Path) -> None:
+    tally = run(launcher, tmp_path, ["--training", "--doors", "2", "--count", str(CI_TRAININGS)])
 
     assert not tally.failures, str(tally)
     assert tally.cases == CI_TRAININGS
 
 
-def test_hostile_statements_are_met_at_every_door(tmp_path: Path) -> None:
-    tally = run(tmp_path, *(["--doors", "0", "--vectors", *HOSTILE[share::PROCESSES]] for share in range(PROCESSES)))
+def test_hostile_statements_are_met_at_every_door(launcher: Launcher, tmp_path: Path) -> None:
+    tally = run(launcher, tmp_path, ["--doors", "0", "--vectors", *HOSTILE])
 
     assert not tally.failures, str(tally)
     assert tally.cases == len(HOSTILE)
@@ -138,9 +125,10 @@ def test_hostile_statements_are_met_at_every_door(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
-def test_every_negative_vector_is_met_at_every_door(tmp_path: Path) -> None:
+def test_every_negative_vector_is_met_at_every_door(launcher: Launcher, tmp_path: Path) -> None:
     names = sorted(VECTORS)
-    tally = run(tmp_path, *(["--doors", "0", "--vectors", *names[share::PROCESSES]] for share in range(PROCESSES)))
+    shares = [["--doors", "0", "--vectors", *names[share::PROCESSES]] for share in range(PROCESSES)]
+    tally = run(launcher, tmp_path, *shares, timeout_s=SOAK_S)
 
     sys.stdout.write(f"{tally}\n")
     assert not tally.failures, str(tally)
@@ -150,9 +138,9 @@ def test_every_negative_vector_is_met_at_every_door(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 def test_10_000_mutated_stores_give_right_data_or_an_error_of_the_tree(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    launcher: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tally = run(tmp_path, *shares_of(SOAK_CASES))
+    tally = run(launcher, tmp_path, *shares_of(SOAK_CASES), timeout_s=SOAK_S)
 
     with capsys.disabled():
         sys.stdout.write(f"{tally}\n")
@@ -163,9 +151,10 @@ def test_10_000_mutated_stores_give_right_data_or_an_error_of_the_tree(
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 def test_damaged_trainings_are_restored_right_or_with_an_error_of_the_tree(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    launcher: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tally = run(tmp_path, *(["--training", "--doors", "0", *share] for share in shares_of(SOAK_TRAININGS)))
+    shares = [["--training", "--doors", "0", *share] for share in shares_of(SOAK_TRAININGS)]
+    tally = run(launcher, tmp_path, *shares, timeout_s=SOAK_S)
 
     with capsys.disabled():
         sys.stdout.write(f"{tally}\n")
