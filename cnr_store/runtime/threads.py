@@ -122,6 +122,8 @@ class Throttle:
 class Workers:
     """A pool of threads that runs batches of tasks; usable from several threads, not from its own tasks.
 
+    Threads do not survive a fork: in a forked process, such as a worker of a DataLoader, the first batch starts others.
+
     ``is_inline``: tasks run on the calling thread, one after the other.
     """
 
@@ -129,7 +131,12 @@ class Workers:
 
     def __init__(self, threads: int | None = None, *, name: str = "cnr") -> None:
         self.threads = default_threads() if threads is None else checked_count("threads", threads, least=1)
-        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix=name)
+        self._name = name
+        self._start()
+
+    def _start(self) -> None:
+        self._process = os.getpid()
+        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix=self._name)
 
     def __enter__(self) -> Workers:
         return self
@@ -153,6 +160,8 @@ class Workers:
         first = list(islice(remaining, 2))
         if len(first) < 2:
             return [task() for task in first]
+        if self._process != os.getpid():
+            self._start()
         pending: deque[Future[Result]] = deque()
         results: list[Result] = []
         try:

@@ -56,8 +56,9 @@ class LocalStorage(Storage):
                 "object store (s3://, gs://, abfs://, http://), or the Windows Subsystem for Linux",
                 path=root, found=sys.platform,
             )  # fmt: skip
-        if "\0" in root:
-            raise BadInput(f"{root!r} is no path: it holds a NUL character", found=root)
+        if not root or "\0" in root:
+            what = "it holds a NUL character" if root else 'give "." for the present folder'
+            raise BadInput(f"{root!r} is no path: {what}", found=root)
         super().__init__(os.path.abspath(root), is_exclusive=not unsafe_single_writer)
         self.root = self.url
         self.fsync = fsync

@@ -5,12 +5,15 @@ It decides when to save. `saver` saves, `restorer` restores, `live_training` has
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -43,12 +46,36 @@ from cnr_store_gpu import RowTracker
 
 logger = logging.getLogger(__name__)
 
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def _in_turn(
+    method: Callable[Concatenate[CheckpointManager, Given], Result],
+) -> Callable[Concatenate[CheckpointManager, Given], Result]:
+    """Return a method that needs an open manager and that one thread at a time is in."""
+
+    @functools.wraps(method)
+    def call(manager: CheckpointManager, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        if manager._process != os.getpid():  # before the lock, which a thread of the parent may have held
+            raise BadInput(
+                f"the checkpoint manager belongs to process {manager._process}; this one was forked from it, and has "
+                "none of its threads. Call it there, or make a manager here, for another store",
+                expected=manager._process, found=os.getpid(),
+            )  # fmt: skip
+        with manager._turn:
+            if manager._is_closed:
+                raise BadInput("the checkpoint manager is closed; make another one")
+            return method(manager, *args, **kwargs)
+
+    return call
+
 
 class CheckpointManager:
     """Saves the training state of a model to a store and restores it in place.
 
-    Call it from the thread that trains. One save at a time runs in the background; the training stalls for one copy
-    of the touched rows.
+    Call it from the thread that trains: a call of another one waits, and may save half a step. A forked process needs
+    its own. One save at a time runs in the background; the training stalls for one copy of the touched rows.
 
     Under ``torch.distributed`` every rank makes a manager with the same arguments, and calls its methods at the same
     steps. Each rank saves what it holds, all ranks together one checkpoint. A save succeeds on all ranks or fails on
@@ -115,6 +142,7 @@ class CheckpointManager:
         schedule = new_schedule(every_steps, save_policy, time.monotonic())
         ranks = _checked_ranks(store, reader, extras or {}, save_policy, tracking, store_options)
         self._policy, self._is_closed = save_policy, False
+        self._turn, self._process = threading.RLock(), os.getpid()
         self._training = training = watch_training(
             model, optimizer, reader, extras or {}, communication, options, ranks,
             tracking=tracking, precision=precision, store_options=store_options,
@@ -142,6 +170,7 @@ class CheckpointManager:
         )  # fmt: skip
         self._restorer = Restorer(training, chain, position, self._saver, self._store, save_policy)
 
+    @_in_turn
     def step(self, step: int | None = None, *, reader_state: Any = None) -> bool:
         """Count a trained step and save if one is due; call it after ``optimizer.step()``.
 
@@ -174,7 +203,6 @@ class CheckpointManager:
         SystemExit
             After SIGTERM, with ``save_on_sigterm=True``.
         """
-        self._check_open()
         self._position.check_given(reader_state)
         if self._training.intervals is not None:
             self._training.intervals.trained()
@@ -192,6 +220,7 @@ class CheckpointManager:
             save_due(self._saver)
         return False
 
+    @_in_turn
     def save(
         self, *, wait: bool = True, message: str | None = None, metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, JsonValue] | None = None,
@@ -212,7 +241,6 @@ class CheckpointManager:
         BadInput
             Between forward and optimizer step; a note is too long, or no number or JSON.
         """
-        self._check_open()
         notes = checked_notes(message, metrics, metadata)
         self._reports.raise_together(self._saver.collect(wait=True))
         together(self._training.control, self._training.tracker.check_boundary)
@@ -222,6 +250,7 @@ class CheckpointManager:
         raise_failure(self._saver.collect(wait=True))
         return self.last_save
 
+    @_in_turn
     def wait_until_finished(self) -> SaveReport | None:
         """Wait for a running save, if there is one; returns the report of the newest committed save.
 
@@ -230,7 +259,6 @@ class CheckpointManager:
         BackgroundSaveFailed
             It failed; for each value of ``on_error``.
         """
-        self._check_open()
         self._reports.raise_together(self._saver.collect(wait=True))
         return self.last_save
 
@@ -248,6 +276,7 @@ class CheckpointManager:
         number = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
         self._saver.chain.rate.report_loss(number)
 
+    @_in_turn
     def restore(
         self,
         *,
@@ -309,12 +338,12 @@ class CheckpointManager:
         CorruptStore, StorageFailure, RankLost
             Weights may be half restored: restore again, or restore another version.
         """
-        self._check_open()
         return self._restorer.restore(RestoreRequest(
             version=version, step=step, tag=tag, tables=tables, strict=strict, resize=resize, slots_rule=slots_rule,
             fallback=fallback, redistribute=redistribute, survivor=survivor,
         ))  # fmt: skip
 
+    @_in_turn
     def survivor(self) -> Survivor:
         """Close this manager after another rank was lost, and return what this rank needs to keep its rows. Blocks.
 
@@ -326,7 +355,6 @@ class CheckpointManager:
         BadInput, BadRowIds, Unsupported
             Which rows changed is not known, or there are dynamic tables: restore without it.
         """
-        self._check_open()
         self._stop.close()
         try:
             return survivor_of(self._saver)
@@ -425,13 +453,16 @@ class CheckpointManager:
         BackgroundSaveFailed
             The last save failed, or its outcome could not be learned.
         """
-        if self._is_closed:
+        if self._process != os.getpid():
             return
-        self._stop.close()
-        try:
-            self._saver.close()
-        finally:
-            self._end()
+        with self._turn:
+            if self._is_closed:
+                return
+            self._stop.close()
+            try:
+                self._saver.close()
+            finally:
+                self._end()
 
     def _end(self) -> None:
         self._is_closed = True
@@ -440,10 +471,6 @@ class CheckpointManager:
             self._peers.close()
         if self._owns_store:
             self._store.close()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise BadInput("the checkpoint manager is closed; make another one")
 
 
 def _checked_ranks(
@@ -461,6 +488,8 @@ def _checked_ranks(
         raise BadInput("branch= goes with a URL; open the store on its branch instead", found=store_options.branch)
     if reader is not None:
         check_stateful("reader", reader)
+    if not isinstance(extras, Mapping):
+        raise BadInput(f"extras= takes a dict of names to objects, found a {type(extras).__name__}", found=extras)
     for name, extra in extras.items():
         check_stateful(f"extras[{name!r}]", extra)
     if tracking.dynamic_tables and save_policy.policy in ("one_shot", "intermittent"):

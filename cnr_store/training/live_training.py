@@ -133,8 +133,10 @@ def watch_training(
     BadInput, TableNotFound, BadDtype, Unsupported
         Raised on all ranks, also when only one of them fails. All hooks are removed before.
     """
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"model= takes a torch.nn.Module, found a {type(model).__name__}", found=type(model).__name__)
     model = unwrapped(model)
-    optimizers = plain_optimizers([optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer))
+    optimizers = plain_optimizers(list(optimizer) if isinstance(optimizer, Sequence) else [optimizer])
     objects = checked_communication(communication)
     declared = tuple(tracking.tables)
     layers: list[str] = []

@@ -26,6 +26,8 @@ from cnr_store_gpu.memory import check_held
 Resize = Literal["fill", "model"]
 """Content of rows that only the live table has: the stored table's fill value, or the model's present values."""
 
+_OTHER_NAME = "to restore the rest, give it another name in the model and pass strict=False"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardRestore:
@@ -149,7 +151,7 @@ def plan_restore(
         The document gives a slot a shape that its table does not have.
     """
     names = _names(schemas, holdings.tables, name_map or {}, strict)
-    documents = _match_optimizers(trainer, optimizers, plan, names, strict)
+    documents = _match_optimizers(trainer, optimizers, plan, schemas, strict)
     layouts = {} if trainer is None else trainer.slots
     held = [
         (stored, holding)
@@ -199,8 +201,8 @@ def plan_restore(
 
 
 def _some(names: Collection[str]) -> str:
-    """A few names, for a message."""
-    few = sorted(names)[:5]
+    """A few names, for a message, in their order if they have one."""
+    few = list(names if isinstance(names, Sequence) else sorted(names))[:5]
     return f"{few}" if len(names) <= len(few) else f"{few} and {len(names) - len(few)} more"
 
 
@@ -236,10 +238,13 @@ def _match_optimizers(
     trainer: TrainerDocument | None,
     optimizers: Sequence[torch.optim.Optimizer],
     plan: StatePlan,
-    names: Mapping[str, str],
+    tables: Collection[str],
     strict: bool,
 ) -> tuple[OptimizerDocument | None, ...]:
-    """Return the stored document of each optimizer, None where class or parameters are not the same."""
+    """Return the stored document of each optimizer, None where class or parameters are not the same.
+
+    ``tables``: those of the checkpoint.
+    """
     stored = [] if trainer is None else trainer.optimizers
     # Tables are left out: another sharding may move their update between an optimizer and the backward pass.
     mine = {id(one.parameter): one.name for one in plan.optimized if not one.is_table}
@@ -247,23 +252,25 @@ def _match_optimizers(
     for index, optimizer in enumerate(optimizers):
         document = stored[index] if index < len(stored) else None
         groups = [[mine[id(p)] for p in group["params"] if id(p) in mine] for group in optimizer.param_groups]
-        fits = (
-            document is not None
-            and _is_of(document, optimizer)
-            and [[p for p in group.parameters if p not in names] for group in document.groups] == groups
-        )
+        was = [[p for p in group.parameters if p not in tables] for group in document.groups] if document else []
+        fits = document is not None and _is_of(document, optimizer) and was == groups
         if not fits and strict:
-            found = "none" if document is None else f"{document.kind or 'another'} with {len(document.groups)} groups"
+            found = _summary(document.kind or "another", was) if document else "none"
+            expected = _summary(type(optimizer).__name__, groups)
             raise BadInput(
-                f"optimizer {index} is {type(optimizer).__name__} with {len(groups)} groups; the checkpoint has "
-                f"{found}, or other parameters in it. Give the optimizers in the order in which they were saved, or "
-                "restore without optimizer state with strict=False",
-                expected=type(optimizer).__name__, found=found,
+                f"optimizer {index} is {expected}; the checkpoint has {found}. Give optimizers and their parameters in "
+                "the order in which they were saved, or restore without this optimizer's state with strict=False",
+                expected=expected, found=found,
             )  # fmt: skip
         matched.append(document if fits else None)
     if strict and len(stored) > len(optimizers):
         raise BadInput(f"the checkpoint has {len(stored)} optimizers, the manager {len(optimizers)}; give all of them")
     return tuple(matched)
+
+
+def _summary(kind: str, groups: Sequence[Sequence[str]]) -> str:
+    """An optimizer in words: its class, and the parameters of its groups that are no tables."""
+    return f"{kind} with {len(groups)} groups of parameters besides tables: {'; '.join(map(_some, groups)) or 'none'}"
 
 
 def _is_of(document: OptimizerDocument, optimizer: torch.optim.Optimizer) -> bool:
@@ -292,9 +299,9 @@ def _plan_shard(
         raise BadInput(f"stored table {stored!r} has hashed keys and fits no parameter", table=stored)
     is_larger = shard.num_rows > schema.num_rows and shard.dim == schema.dim
     if shape != (schema.num_rows, schema.dim) and not (is_larger and resize):
-        advice = '; say what its new rows hold: resize="fill" or resize="model"' if is_larger else ""
+        advice = 'say what its new rows hold: resize="fill" or resize="model"' if is_larger else _OTHER_NAME
         raise BadShape(
-            f"table {mine!r} has shape {shape}, stored {stored!r} has {(schema.num_rows, schema.dim)}{advice}",
+            f"table {mine!r} has shape {shape}, stored {stored!r} has {(schema.num_rows, schema.dim)}; {advice}",
             table=mine, expected=(schema.num_rows, schema.dim), found=shape,
         )  # fmt: skip
     if table_dtype_name(shard.weight, mine) != schema.dtype:
@@ -355,7 +362,7 @@ def _slot_layout(
 def _check_dense(name: str, entry: DenseEntry, tensor: torch.Tensor) -> None:
     if tuple(entry.shape) != tuple(tensor.shape):
         raise BadShape(
-            f"tensor {name!r} has shape {tuple(tensor.shape)}, the checkpoint's has {tuple(entry.shape)}",
+            f"tensor {name!r} has shape {tuple(tensor.shape)}, the checkpoint's has {entry.shape}; {_OTHER_NAME}",
             path=name, expected=tuple(entry.shape), found=tuple(tensor.shape),
         )  # fmt: skip
     if str(tensor.dtype) != f"torch.{entry.dtype}":

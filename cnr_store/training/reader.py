@@ -66,9 +66,10 @@ def check_stateful(name: str, value: object) -> None:
     BadInput
     """
     if not isinstance(value, Stateful):
+        advice = "use torchdata's StatefulDataLoader, or pass reader_state= to step() yourself"
         raise BadInput(
-            f"{name} is a {type(value).__name__}, which has no state_dict() and load_state_dict(); use torchdata's "
-            "StatefulDataLoader, or pass reader_state= to step() yourself",
+            f"{name} is a {type(value).__name__}, which has no state_dict() and load_state_dict(); "
+            f"{advice if name == 'reader' else 'give it an object that has'}",
             found=type(value).__name__,
         )
     sampler = getattr(value, "sampler", None)

@@ -97,9 +97,9 @@ def table_schema(
             f"table {table!r} has {len(slots)} slots, at most {MAX_SLOTS} are stored",
             table=table, expected=MAX_SLOTS, found=len(slots),
         )  # fmt: skip
-    if dim > MAX_DIM:
+    if not 1 <= dim <= MAX_DIM:
         raise BadShape(
-            f"table {table!r} has {dim} columns, at most {MAX_DIM} are stored", table=table, expected=MAX_DIM, found=dim
+            f"table {table!r} has {dim} columns, 1 to {MAX_DIM} are stored", table=table, expected=MAX_DIM, found=dim
         )
     encoding = choose_encoding(options, dtype, sample, choice)
     additive = has_mirror and isinstance(encoding, Lattice | FloatBits)

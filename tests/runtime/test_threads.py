@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -13,6 +14,17 @@ def test_results_come_in_the_order_of_the_tasks() -> None:
     with Workers(3) as workers:
         assert workers.run(lambda k=k: (time.sleep(0.002 * (7 - k)), k)[1] for k in range(7)) == list(range(7))
         assert workers.run([]) == []
+
+
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    """A regression: a worker of a DataLoader that read rows of a store from before the fork waited without end."""
+    with Workers(2) as workers:
+        workers.run([int, int, int])
+
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if workers.run([lambda: 1, lambda: 2, lambda: 3]) == [1, 2, 3] else 1)
+        assert os.waitpid(child, 0) == (child, 0)
 
 
 def test_at_most_two_tasks_per_thread_are_in_flight() -> None:

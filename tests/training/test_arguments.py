@@ -61,6 +61,23 @@ def test_options_that_a_tables_dtype_does_not_have_are_refused_at_once(options: 
         CheckpointManager("memory://never-made", model=training.model, optimizer=training.optimizers, options=options)
 
 
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"model": 1}, "model= takes"),
+        ({"optimizer": torch.optim.lr_scheduler.StepLR(Training("sgd").optimizers[0], 1)}, "StepLR is no torch.optim"),
+        ({"extras": [Training("sgd").optimizers[0]]}, "extras= takes a dict"),
+        ({"extras": {"best": 0.5}}, "extras.'best'. is a float.*give it an object that has"),
+    ],
+)
+def test_an_object_of_another_kind_is_refused_with_what_is_taken(given: dict[str, Any], named: str) -> None:
+    """A regression: these were an AttributeError or a TypeError from within."""
+    training = Training("sgd")
+
+    with pytest.raises(BadInput, match=named):
+        CheckpointManager("memory://never-made", **{"model": training.model, "optimizer": training.optimizers} | given)
+
+
 def test_a_writer_of_an_unknown_mirror_fences_nobody() -> None:
     store = Store.create("memory://unknown-mirror")
     head = store.latest_version()

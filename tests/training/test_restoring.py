@@ -200,6 +200,45 @@ def test_another_optimizer_is_refused_and_named(url: str) -> None:
     manager.close()
 
 
+def test_parameters_of_an_optimizer_in_another_order_are_named(tmp_path: Path) -> None:
+    saved, live = Training("sgd"), Training("sgd")
+    parameters = live.optimizers[0].param_groups[0]["params"]
+    parameters[2:4] = parameters[3:1:-1]
+    with manager_of(str(tmp_path / "store"), saved) as manager:
+        manager.save()
+
+    found = r"'norm.bias', 'norm.weight'.*has SGD.*'norm.weight', 'norm.bias'"
+    with manager_of(str(tmp_path / "store"), live) as manager, pytest.raises(BadInput, match=found):
+        manager.restore()
+
+
+@pytest.mark.parametrize("gone", ["user", "item"])
+def test_without_a_table_its_optimizer_keeps_the_state_of_others(gone: str, tmp_path: Path) -> None:
+    """A regression: the optimizer began anew, step counters included, although strict=False restores what both have."""
+    url, saved = str(tmp_path / "store"), Training("adam")
+    with manager_of(url, saved) as manager:
+        saved.train(0)
+        manager.save()
+    live = Training("adam")
+    table = getattr(live.model, gone)
+    setattr(live.model, f"new_{gone}", table)
+    delattr(live.model, gone)
+    with manager_of(url, live) as manager:
+        restored = manager.restore(strict=False)
+
+    assert restored is not None
+    assert restored.missing == (f"new_{gone}.weight",)
+    assert set(restored.unexpected) <= {f"{gone}.weight", f"optimizer/0/{gone}.weight/step"}
+    was, now = saved.optimizers[0].state, live.optimizers[0].state
+    for name, parameter in live.model.named_parameters():
+        if parameter is table.weight:
+            assert parameter not in now
+            continue
+        of_saved = was[saved.model.get_parameter(name)]
+        assert now[parameter].keys() == of_saved.keys()
+        assert all(torch.equal(now[parameter][key], of_saved[key]) for key in of_saved)
+
+
 def test_weights_alone_are_restored_for_another_optimizer(url: str) -> None:
     source, training = Training(), Training("sparse_adam")
     manager_of(url, source).restore()

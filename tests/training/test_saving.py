@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +31,36 @@ def test_waiting_saves_follow_each_other(backend: Backend) -> None:
 
     assert [report.step for report in manager.history] == [1, 2, 3, 4]
     assert_stored(store, training)
+
+
+def test_calls_of_several_threads_take_turns(backend: Backend) -> None:
+    """A regression: an AttributeError or AssertionError of one of them, from within."""
+    store, training, manager = begun(backend, every_steps=1, when_busy="wait")
+    training.train(0)
+    with ThreadPoolExecutor(4) as threads:
+        made = [threads.submit(manager.save) for _ in range(8)]
+        reports = [one.result() for one in made]
+    manager.close()
+
+    assert len({report.version for report in reports if report is not None}) == 8
+    assert_stored(store, training)
+
+
+def test_a_forked_process_is_told_that_the_manager_is_not_its_own(tmp_path: Path) -> None:
+    """A regression: it waited without end for threads that only its parent has."""
+    training = Training()
+    with manager_of(str(tmp_path / "store"), training) as manager:
+        manager.save()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            with contextlib.suppress(BadInput):
+                manager.close()
+                manager.save()
+                code = 2
+            os._exit(code - 1)
+        assert os.waitpid(child, 0) == (child, 0)
+        manager.save()
 
 
 def test_a_store_announces_the_saves_of_a_training(backend: Backend) -> None:
