@@ -11,7 +11,7 @@ import pytest
 from cnr_store import CnrStoreError, Store, TableOptions, Writer
 from cnr_store.errors import BranchNotFound
 from cnr_store.format.layout import BRANCHES, branch_prefix
-from tests.support.faulty import FaultyFileSystem
+from tests.support.faulty import FaultKind, FaultyFileSystem
 from tests.support.memory import created, opened
 from tests.support.sweep import CI_FAULTS, survived
 
@@ -136,6 +136,15 @@ class BranchLife:
         return True
 
 
+class Fork(BranchLife):
+    """The beginning of that life alone, so that each of its calls can be swept."""
+
+    def run(self, fs: FaultyFileSystem, acknowledged: list[Any]) -> None:
+        self.tried = ["forked"]
+        opened(fs).fork("trial")
+        acknowledged.append("forked")
+
+
 def test_calm_run_is_right() -> None:
     report = survived(BranchLife(), ())
 
@@ -144,6 +153,10 @@ def test_calm_run_is_right() -> None:
 
 def test_branches_survive_a_fault_at_each_kind_of_storage_call() -> None:
     survived(BranchLife(), CI_FAULTS, every=5)
+
+
+def test_a_crash_at_any_storage_call_of_a_fork_leaves_no_name_without_a_log() -> None:
+    survived(Fork(), [FaultKind.CRASH, FaultKind.CRASH_AFTER])
 
 
 @pytest.mark.soak
