@@ -27,7 +27,7 @@ help:
 	@echo "make test   lint, types, doctests and all tests"
 	@echo "make test-pythons  the same on each other Python that this machine has (PYTHONS=\"3.12 3.13\")"
 	@echo "make check  lint and types only"
-	@echo "make bench  run all benchmarks and write build/bench/report.md (SUITES=\"size cost\", QUICK=1)"
+	@echo "make bench  run all benchmarks and write build/bench/report.md (SUITES=\"size cost\", QUICK=1, MODEL=\"zipf300/adam\")"
 	@echo "make gpu    tests, memory checker and benchmarks on a GPU, in 40 minutes: build/gpu/report.md (GPU_PYTHON=python of an environment with torch for CUDA)"
 	@echo "make docs   build the documentation as a site: build/site/index.html"
 	@echo "make soak   the full counts of the crash and property sweeps"
@@ -92,7 +92,7 @@ test-pythons:
 	done
 
 bench: $(VENV)/.stamp
-	$(BIN)/python tests/benchmarks/suites.py $(if $(QUICK),--quick) $(SUITES)
+	$(BIN)/python tests/benchmarks/suites.py $(if $(QUICK),--quick) $(SUITES) $(if $(MODEL),--model $(MODEL))
 
 # In an environment of the caller's: the pinned one has a torch without CUDA.
 gpu:

@@ -4,6 +4,8 @@
 page cache. The bare loop reads the same files, decodes with the same codecs into one array, adds with the same kernels
 on as many threads, encodes with the same codec and writes the bytes; it hashes, checks and describes nothing, and
 keeps the whole table in memory. What both make of the codes is compared.
+
+``--model``: models are compacted instead, each beside one table.
 """
 
 from __future__ import annotations
@@ -15,8 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import many_tables
 import numpy as np
 from drifting import DIM, TABLE, DriftingTable, decompress, saves, stored_bytes
+from many_tables import Side
+from models import add_model_option
 
 from cnr_store import Store, TableOptions
 from cnr_store.encodings import row_kernels
@@ -171,7 +176,12 @@ def main() -> None:
     parser = harness.arguments(__doc__, rows=5_000_000, repeats=5)
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--memory-rows", type=int, nargs="*", default=[1_000_000, 10_000_000])
+    add_model_option(parser, instead=True)
     options = parser.parse_args()
+    if options.model:
+        works = {"compaction into one segment": (Side.copy, Side.compact)}
+        many_tables.run(options, "compaction", works, deltas=DELTAS, share=SHARE, bits=options.bits)
+        return
     report = harness.Report(
         f"compact of {options.rows} x {DIM} fp32 at {options.bits} bits: baseline and {DELTAS} deltas of {SHARE:.0%}"
     )

@@ -1,7 +1,7 @@
 """What a save and a load cost: the store against what people use today, on a disk and on SeaweedFS behind a link.
 
 ``python tests/benchmarks/bench_cost.py [--sections peers,chain,tracking] [--places disk,1,10,free]
-[--model mlperf/adam] [--quick]``: four tables, 1,000,000 x 64 fp32 in all, row-wise Adagrad, or one of `models`, and a
+[--model mlperf/adam ...] [--quick]``: four tables, 1,000,000 x 64 fp32 in all, row-wise Adagrad, or models, and a
 small dense network. Every round each peer saves the same
 tensors once and loads them; each quality of the store writes a baseline, restores it, writes deltas of 1, 10 and
 25 % touched rows and restores the chain. Rounds run in alternating order; all ratios are between values of one round.
@@ -21,13 +21,14 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import bench_tracking
 import chains
 import harness
 from drifting import DIM
-from models import BenchModel, add_model_option, equal_tables, named_model
+from models import MODELS, BenchModel, add_model_option, chosen_models, equal_tables
 from peers import FULL_PEERS, Cnr, Peer, Wait, assert_same
 from places import Place, local_disk, seaweed
 from run_config import demo_config
@@ -35,7 +36,8 @@ from trainee import Trainee
 
 from cnr_store.types import AffineBits
 
-SECTIONS = ("peers", "chain", "tracking")
+OF_MODELS = ("peers", "chain")
+SECTIONS = (*OF_MODELS, "tracking")
 PLACES = ("disk", "1", "10", "free")
 """``free`` is SeaweedFS without a link: what two cores can do when they run client and server."""
 QUALITIES: tuple[AffineBits | None, ...] = (2, 4, 8, None)
@@ -279,9 +281,9 @@ def _plot_shares(report: harness.Report, where: str, costs: Costs, what: str, ti
         if len(names) > 1:
             shares = [100 * costs.touched[name] for name in names]
             series[store] = _series(shares, [costs.saves[name] for name in names], what)
-    slug = "".join(letter if letter.isalnum() else "-" for letter in where)
     report.plot(
-        f"{slug}-{what}", f"Seconds {title}, {where}", "rows touched, %", "s", series, log_x=True, log_y=True
+        f"{harness.slug(where)}-{what}", f"Seconds {title}, {where}", "rows touched, %", "s", series,
+        log_x=True, log_y=True,
     )  # fmt: skip
 
 
@@ -322,12 +324,18 @@ def run_peers(report: harness.Report, folder: Path, size: Size) -> None:
                 place = local_disk(here)
             else:
                 place = stack.enter_context(seaweed(here, None if name == "free" else float(name)))
-            measure_peers(report, place, trainee, size)
+            measure_peers(report, _of_model(place, size), trainee, size)
 
 
 def run_chain(report: harness.Report, folder: Path, size: Size) -> None:
     """Restores of ever longer chains, with and without compaction between the deltas."""
-    chains.measure(report, local_disk(folder), Trainee(size.model), size.chain_deltas, size.repeats)
+    place = _of_model(local_disk(folder), size)
+    chains.measure(report, place, Trainee(size.model), size.chain_deltas, size.repeats)
+
+
+def _of_model(place: Place, size: Size) -> Place:
+    """Return the place under a name that says which preset is measured there."""
+    return replace(place, name=f"{size.model.name}, {place.name}") if size.model.name in MODELS else place
 
 
 def run_tracking(report: harness.Report, folder: Path, size: Size) -> None:
@@ -341,24 +349,23 @@ def main() -> None:
     """Measure."""
     parser = harness.arguments(__doc__, rows=1_000_000, repeats=FULL.repeats)
     add_model_option(parser)
-    parser.add_argument("--sections", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}")
+    parser.add_argument("--sections", help=f"of {', '.join(SECTIONS)}; with a model {', '.join(OF_MODELS)} by default")
     parser.add_argument("--places", help=f"of {', '.join(PLACES)}: a disk, SeaweedFS at so many Gbit/s or unthrottled")
     options = parser.parse_args()
-    sections = options.sections.split(",")
-    if len(options.model) > 1:
-        parser.error("one model at a time")
+    sections = (options.sections or ",".join(OF_MODELS if options.model else SECTIONS)).split(",")
     size = QUICK if options.quick else replace(FULL, model=equal_tables(options.rows, DIM), repeats=options.repeats)
-    for name in options.model:
-        size = replace(size, model=named_model(name, options.divided_by))
     size = replace(size, places=options.places or size.places)
     if not set(sections) <= set(SECTIONS) or not set(size.places.split(",")) <= set(PLACES):
         parser.error(f"sections are {', '.join(SECTIONS)}; places are {', '.join(PLACES)}")
-    report = harness.Report(f"cost of saves and loads: {size.model.name}, {size.model.elements:,} fp32")
+    models = chosen_models(options) or [size.model]
+    sizes = ", ".join(f"{model.name}, {model.elements:,} fp32" for model in models)
+    report = harness.Report(f"cost of saves and loads: {sizes}")
     report.start()
     gc.freeze()  # what imports have made is not looked through ahead of each measurement
-    for name in sections:
+    for model, name in product(models, sections):
         with harness.data_folder(options.folder) as folder:
-            {"peers": run_peers, "chain": run_chain, "tracking": run_tracking}[name](report, folder, size)
+            run = {"peers": run_peers, "chain": run_chain, "tracking": run_tracking}[name]
+            run(report, folder, replace(size, model=model))
     report.finish(options.json)
 
 

@@ -3,6 +3,8 @@
 Run: ``python tests/benchmarks/bench_dcp.py``. One process, one table with Adagrad's state per element, of which a part
 of the rows is trained between saves. The stall is the time of ``dcp.async_save`` itself: copies into kept memory, by
 DCP's DefaultStager or by ours. Sides alternate within one run.
+
+``--model``: models instead of the table. Tables of fewer than 1,024 rows are dense tensors then, as by default.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +23,15 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import Report, Timings, alternating, arguments, data_folder, disk_bytes
+from models import BenchModel, add_model_option, chosen_models
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from trainee import Trainee
 
 from cnr_store import TableOptions
 from cnr_store.integrations.dcp import CnrStorageWriter
-from cnr_store_gpu import RowTracker
+from cnr_store_gpu import Movement, RowTracker
 
 DIM = 64
 SHARES = (0.01, 0.1, 1.0)
@@ -64,6 +69,28 @@ class Training:
         return {"model": model, "optim": optimizer}
 
 
+class TouchedModel:
+    """The same of a model, of which rows are moved and marked as if it were trained on them."""
+
+    def __init__(self, model: BenchModel) -> None:
+        self._trainee = Trainee(model)
+        state, assume = self._trainee, {"RowWiseAdagrad": Movement.TOUCHED}
+        self.tracker = RowTracker(state.model, optimizers=state.optimizers, assume=assume)
+
+    def step(self, share: float) -> None:
+        """Move a share of the rows."""
+        for table, rows in self._trainee.touch(share).items():
+            self.tracker.mark(table, rows)
+
+    def state(self) -> dict[str, Any]:
+        """Return the live state dict."""
+        model, optimizer = get_state_dict(self._trainee.model, self._trainee.optimizers)
+        return {"model": model, "optim": optimizer}
+
+
+Make = Callable[[], Training | TouchedModel]
+
+
 def added_bytes(folder: Path, save: Callable[[], object]) -> int:
     """Return how many bytes a save adds under a folder."""
     before = disk_bytes(folder)[0]
@@ -71,9 +98,9 @@ def added_bytes(folder: Path, save: Callable[[], object]) -> int:
     return disk_bytes(folder)[0] - before
 
 
-def bytes_of(rows: int, share: float, options: TableOptions, folder: Path) -> tuple[int, int]:
+def bytes_of(make: Make, share: float, options: TableOptions, folder: Path) -> tuple[int, int]:
     """Return the bytes of one save: in a store that has the state before it, and by DCP's file writer."""
-    training = Training(rows)
+    training = make()
     training.step(1.0)
     with tempfile.TemporaryDirectory(dir=folder) as name, CnrStorageWriter(f"{name}/store", options=options) as writer:
         dcp.save(training.state(), storage_writer=writer)
@@ -83,24 +110,25 @@ def bytes_of(rows: int, share: float, options: TableOptions, folder: Path) -> tu
         return added_bytes(place, lambda: dcp.save(training.state(), storage_writer=writer)), theirs
 
 
-def bench_bytes(report: Report, rows: int, folder: Path) -> None:
+def bench_bytes(report: Report, what: str, make: Make, folder: Path) -> None:
     """Bytes of one save, as a part of what DCP's file writer writes."""
     table: list[tuple[str, str, float, float, float]] = []
     for name, options in (("8 bits", TableOptions(bits=8)), ("exact", TableOptions.exact())):
         for share in SHARES:
-            ours, theirs = bytes_of(rows, share, options, folder)
+            ours, theirs = bytes_of(make, share, options, folder)
             table.append((name, f"{share:.0%}", ours / 1e6, theirs / 1e6, ours / theirs))
             goal = BYTES_GOAL if (share, name) == (0.1, "8 bits") else None
-            report.add(f"bytes / FileSystemWriter, {share:.0%} of rows, {name}", ours / theirs, goal=goal)
-    report.table("Bytes of one save", ("stored", "rows trained", "store, MB", "FileSystemWriter, MB", "ratio"), table)
+            report.add(f"{what}bytes / FileSystemWriter, {share:.0%} of rows, {name}", ours / theirs, goal=goal)
+    columns = ("stored", "rows trained", "store, MB", "FileSystemWriter, MB", "ratio")
+    report.table(f"{what}bytes of one save", columns, table)
 
 
-def stalls_of(rows: int, share: float, repeats: int, folder: Path) -> dict[str, Timings]:
+def stalls_of(make: Make, share: float, repeats: int, folder: Path) -> dict[str, Timings]:
     """Return how long ``async_save`` holds the training up: with DCP's stager, tracked rows, and rows compared.
 
     CPU seconds are those of the calling thread: the upload begins before the call is over.
     """
-    training = Training(rows)
+    training = make()
     training.step(1.0)
     stager = DefaultStager(StagingOptions(False, False, False, False))
     options = TableOptions(bits=8)
@@ -140,29 +168,34 @@ def stalls_of(rows: int, share: float, repeats: int, folder: Path) -> dict[str, 
     return {name: Timings(one.wall, cpu[name][-repeats:]) for name, one in times.items()}
 
 
-def bench_stall(report: Report, rows: int, repeats: int, folder: Path) -> None:
+def bench_stall(report: Report, what: str, make: Make, repeats: int, folder: Path) -> None:
     """The stall beside that of DCP's stager, which is kept as well."""
     for share in SHARES:
         with tempfile.TemporaryDirectory(dir=folder) as name:
-            times = stalls_of(rows, share, repeats, Path(name))
+            times = stalls_of(make, share, repeats, Path(name))
         goal = STALL_GOAL if share == 0.1 else None
         for side in ("tracked", "compared"):
             ours, theirs = times[side], times["files"]
-            name = f"stall / kept DefaultStager, {share:.0%}, {side}"
+            name = f"{what}stall / kept DefaultStager, {share:.0%}, {side}"
             report.add_ratio(name, ours, theirs, goal if side == "tracked" else None)
             report.add(f"{name}, CPU", statistics.median(ours.cpu) / statistics.median(theirs.cpu))
 
 
 def main() -> None:
     """Run the benchmark."""
-    options = arguments(__doc__, rows=500_000, repeats=5).parse_args()
+    parser = arguments(__doc__, rows=500_000, repeats=5)
+    add_model_option(parser)
+    options = parser.parse_args()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled|Sparse invariant checks")
     torch.set_num_threads(1)  # beside other work the threads of a copy wait for each other longer than it takes
-    report = Report(f"DCP: one table of {options.rows:,} x {DIM} float32 with Adagrad's sums, saved by one process")
+    makers: dict[str, Make] = {f"{model.name}: ": partial(TouchedModel, model) for model in chosen_models(options)}
+    what = "models" if makers else f"one table of {options.rows:,} x {DIM} float32 with Adagrad's sums"
+    report = Report(f"DCP: {what}, saved by one process")
     report.start()
     with data_folder(options.folder) as folder:
-        bench_bytes(report, options.rows, folder)
-        bench_stall(report, options.rows, options.repeats, folder)
+        for name, make in (makers or {"": partial(Training, options.rows)}).items():
+            bench_bytes(report, name, make, folder)
+            bench_stall(report, name, make, options.repeats, folder)
     report.finish(options.json)
 
 

@@ -1,10 +1,10 @@
 """How often a training can save: saves per hour that cost at most 1 % of its throughput, and a save after every step.
 
-``python tests/benchmarks/bench_frequency.py [--models trace,zipf300] [--places disk,1] [--divided-by 1] [--quick]``:
-models that are trained for real. Each round, `torch.save` and `dcp.async_save` with a kept stager save once, the store
-after 1, 8, 64 and 256 steps and with all rows touched. Then the same training runs without a manager, with one that
-never saves, one that saves every step alone, one that saves the steps trained while a save is written in the next one,
-and one with ``every_steps="auto"``, in turn.
+``python tests/benchmarks/bench_frequency.py [--model trace mlperf/adam ...] [--places disk,1] [--quick]``: models
+that are trained for real. Each round, `torch.save` and `dcp.async_save` with a kept stager save once, the store after
+1, 8, 64 and 256 steps and with all rows touched. Then the same training runs without a manager, with one that never
+saves, one that saves every step alone, one that saves the steps trained while a save is written in the next one, and
+one with ``every_steps="auto"``, in turn.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from bench_cost import Cost, measured
 from drifting import DRIFT
 from frequency import SavePoint, seconds_between
-from models import named_model
+from models import add_model_option, chosen_model
 from peers import Cnr, DcpAsyncKept, Peer, TorchSave
 from places import Place, local_disk, seaweed
 from trained import Trained, TrainedTables, TrainedTrace
@@ -42,6 +42,7 @@ EVERY_STEP = 3.1
 AUTO = 0.05
 """Share that saves may cost in the run with ``every_steps="auto"``: five times what is aimed at, so that it is seen."""
 BITS = 8
+TRACE = "trace"
 ALL_ROWS = math.inf
 
 
@@ -52,11 +53,10 @@ class Size:
     intervals: tuple[int, ...]
     repeats: int
     block_s: float
-    divided_by: int
 
 
-FULL = Size((1, 8, 64, 256), 3, 5.0, 1)
-QUICK = Size((1, 8), 1, 0.3, 1000)
+FULL = Size((1, 8, 64, 256), 3, 5.0)
+QUICK = Size((1, 8), 1, 0.3)
 
 Rounds = dict[str, list[dict[float, Cost]]]
 """By who saves: for each round, the cost by the steps since the save before."""
@@ -316,15 +316,15 @@ def _report_training(
 def main() -> None:
     """Measure."""
     parser = harness.arguments(__doc__, rows=0, repeats=FULL.repeats)
-    parser.add_argument("--models", default="trace,zipf300", help="of trace, zipf300")
+    add_model_option(parser, (TRACE, "zipf300/rowwise_adagrad"), (TRACE,))
     parser.add_argument("--places", default="disk", help="disk, or SeaweedFS at so many Gbit/s, separated by commas")
-    parser.add_argument("--divided-by", type=int, help="how many times fewer rows than zipf300 has")
     options = parser.parse_args()
-    size = QUICK if options.quick else FULL
-    size = replace(size, repeats=options.repeats, divided_by=options.divided_by or size.divided_by)
+    size = replace(QUICK if options.quick else FULL, repeats=options.repeats)
     makers: dict[str, Callable[[], Trained]] = {
-        "trace": partial(TrainedTrace, 2 * sum(size.intervals)),
-        "zipf300": lambda: TrainedTables(named_model("zipf300/rowwise_adagrad", size.divided_by)),
+        name: partial(TrainedTrace, 2 * sum(size.intervals))
+        if name == TRACE
+        else partial(TrainedTables, chosen_model(options, name))
+        for name in options.model
     }
     report = harness.Report(f"saves per hour at {SHARE:.0%} of throughput, {BITS}-bit quality")
     report.start()
@@ -335,15 +335,15 @@ def main() -> None:
             here = Path(stack.enter_context(harness.data_folder(options.folder)))
             is_disk = place_name == "disk"
             place = local_disk(here) if is_disk else stack.enter_context(seaweed(here, float(place_name)))
-            for model in options.models.split(","):
+            for model, make in makers.items():
                 what = f"{model}, {place.name}"
-                training = makers[model]()
+                training = make()
                 measure_saves(place, training, QUICK)  # imports, compiled code and connections are there from then on
                 rounds, taken = measure_saves(place, training, size)
                 report_saves(report, what, rounds, taken, training.state.size_bytes)
                 del training  # memory for four others
                 block = max(3, round(size.block_s / statistics.median(taken.wall)))
-                measure_training(report, what, place, makers[model], block, size.repeats)
+                measure_training(report, what, place, make, block, size.repeats)
     report.note(PUBLISHED)
     report.finish(options.json)
 

@@ -7,6 +7,8 @@ In memory means in the same touched array on both sides: safetensors maps its fi
 nothing, and its figure stands beside the ratio, which is to `load_file` and one copy by as many threads as the store
 has. Over the link, which throttles SeaweedFS in a process of its own, the other side fetches the bytes of the fp32 file
 by ranges in eight threads, and does nothing with them.
+
+``--model``: a `Loader` loads models instead, each beside one table.
 """
 
 from __future__ import annotations
@@ -19,9 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import many_tables
 import numpy as np
 import torch
 from drifting import DIM, TABLE, DriftingTable, decompress, saves, stored_bytes
+from many_tables import Side
+from models import add_model_option
 from safetensors.torch import load_file, save_file
 
 from cnr_store import CompactionPolicy, Store, TableOptions
@@ -201,7 +206,12 @@ def main() -> None:
     """Measure."""
     parser = harness.arguments(__doc__, rows=5_000_000, repeats=5)
     parser.add_argument("--only", choices=("local", "link"))
+    add_model_option(parser, instead=True)
     options = parser.parse_args()
+    if options.model:
+        works = {"load of the compacted chain": (Side.compact_whole, Side.load)}
+        many_tables.run(options, "load", works, deltas=DELTAS, share=SHARE, bits=LOCAL_BITS[0])
+        return
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     report = harness.Report(f"load of a compacted {options.rows} x {DIM} fp32, {default_threads()} threads")
     report.start()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import harness
 from bench_cost import Cost, measured, median
-from models import BenchModel, add_model_option, equal_tables, named_model
+from models import BenchModel, add_model_option, chosen_models, equal_tables
 from peers import Cnr, TorchSave
 from places import Place, local_disk
 from trainee import Trainee
@@ -126,10 +126,7 @@ def main() -> None:
     add_model_option(parser, DEFAULT)
     parser.add_argument("--bits", type=int, choices=(2, 3, 4, 8), default=8)
     options = parser.parse_args()
-    if options.quick:
-        options.divided_by = max(options.divided_by, 1000)
-    models = [named_model(name, options.divided_by) for name in options.model]
-    models = [one for model in models for one in (model, model.in_one_table())]
+    models = [one for model in chosen_models(options) for one in (model, model.in_one_table())]
     report = harness.Report(f"saves of realistic models, {options.bits}-bit quality, rows / {options.divided_by}")
     report.start()
     with harness.data_folder(options.folder) as folder:

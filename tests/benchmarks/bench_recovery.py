@@ -13,6 +13,8 @@ ordinary saves to a local disk that peers get copies of them; a training with co
 saves, a quarter of the rows of each table and their slots become what they were at the last save, the rest goes on
 (CPR, MLSys 2021). This is done in memory, in one process: an exact store gives back these bits. A full restore trains
 the steps since the save again, and ends with the bits of the run that nobody interrupted.
+
+``--model``: the tables of models are split instead, each by rows; not in ``quality``, which needs clicks.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,53 +33,63 @@ import torch
 import torch.distributed as dist
 from click_cases import Source, load, real_sources
 from harness import Report, arguments, data_folder
+from models import BenchModel, add_model_option, chosen_models
 from places import seaweed
 from restored_runs import SAVES, Quality, judge, prepared, schedule
 from torch import nn
+from trainee import make_optimizer
 from wire_ranks import WORLD, on_ranks
 
 from cnr_store import TableOptions
 from cnr_store.communication import PartialSums
-from cnr_store.training import CheckpointManager, PeerCopies, SavePolicy, StoreOptions, Survivor
+from cnr_store.training import CheckpointManager, PeerCopies, SavePolicy, StoreOptions, Survivor, TrackingOptions
 from cnr_store_tools.demo.model import SmallDLRM
 from cnr_store_tools.demo.train import predict, train_step
 
 DIM, BATCH, DELTAS = 64, 4096, 3
 GOAL, PEER_GOAL = 0.3, 0.2
 RECOVERIES = (1, 3, 20)
+Shape = dict[str, Any]
+"""The fields of a `BenchModel`, as JSON carries them to the ranks."""
 
 
 class Training:
-    """One rank: its rows of a table, its copy of a layer, and their optimizer."""
+    """One rank: its rows of the tables of a model, its copy of a layer, and their optimizers."""
 
-    def __init__(self, rows: int, bits: int) -> None:
+    def __init__(self, shape: Shape, bits: int) -> None:
+        model = BenchModel(**shape)
         torch.manual_seed(dist.get_rank())
-        self.model = nn.ModuleDict({"users": PartialSums(rows, DIM), "top": nn.Linear(DIM, 256)})
+        self.tables = [PartialSums(max(WORLD, rows), dim, sparse=True) for rows, dim in model.tables]
+        self.top = nn.Linear(min(DIM, sum(table.dim for table in self.tables)), 256)
+        self.model = nn.ModuleDict({"tables": nn.ModuleList(self.tables), "top": self.top})
         torch.manual_seed(0)
-        for parameter in self.model["top"].parameters():
+        for parameter in self.top.parameters():
             nn.init.normal_(parameter, std=0.1)
-        self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.05)
+        tables = make_optimizer(model.optimizer, [table.weight for table in self.tables])
+        self.optimizers = tables, torch.optim.Adagrad(self.top.parameters(), lr=0.05)
         self.options = TableOptions(bits=bits) if bits else TableOptions.exact()
-        self.rows = rows
 
     def manager(
         self, url: str, storage_options: Mapping[str, Any] | None = None, peers: PeerCopies | None = None
     ) -> CheckpointManager:
         """Return a new manager of this training; all ranks call it."""
         return CheckpointManager(
-            url, model=self.model, optimizer=self.optimizer, options=self.options,
-            save_policy=SavePolicy(rng=False),
+            url, model=self.model, optimizer=self.optimizers, options=self.options,
+            save_policy=SavePolicy(rng=False), tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
             store_options=StoreOptions(threads=1, storage_options=storage_options, peers=peers),
         )  # fmt: skip
 
     def step(self, number: int) -> None:
         """Train on a batch that is the same on all ranks."""
         generator = torch.Generator().manual_seed(number)
-        ids = (torch.rand(BATCH * 8, generator=generator) ** 4 * self.rows).long()
-        table: Any = self.model["users"]
-        self.optimizer.zero_grad()
-        self.model["top"](table.pooled(ids, torch.arange(0, len(ids), 8))).square().mean().backward()
-        self.optimizer.step()
+        drawn = torch.rand(max(1, BATCH // len(self.tables)) * 8, generator=generator) ** 4
+        bags = torch.arange(0, len(drawn), 8)
+        looked_up = torch.cat([table.pooled((drawn * table.num_rows).long(), bags) for table in self.tables], dim=1)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        (self.top(looked_up[:, : self.top.in_features]).square().mean() + looked_up.square().mean()).backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
 def read_bytes() -> int:
@@ -94,10 +106,10 @@ def sum_over_ranks(*numbers: float) -> list[float]:
     return found
 
 
-def recover(folder: str, rows: int, bits: int, repeats: int) -> dict[str, list[list[float]]]:
+def recover(folder: str, shape: Shape, bits: int, repeats: int) -> dict[str, list[list[float]]]:
     """Return, by whether all ranks begin anew, the seconds, CPU seconds and bytes of each recovery of all ranks."""
     url = f"{folder}/store"
-    training = Training(rows, bits)
+    training = Training(shape, bits)
     manager = training.manager(url)
     for number in range(DELTAS + 1):
         training.step(number)
@@ -109,7 +121,7 @@ def recover(folder: str, rows: int, bits: int, repeats: int) -> dict[str, list[l
     for name in ["partial", "full"] * (repeats + 1):  # a first round warms up
         survivor: Survivor | None = manager.survivor()
         if name == "full" or dist.get_rank() == 1:
-            training, survivor = Training(rows, bits), None
+            training, survivor = Training(shape, bits), None
         manager = training.manager(url)
         dist.barrier()
         before, cpu, started = read_bytes(), time.process_time(), time.perf_counter()
@@ -123,13 +135,13 @@ def recover(folder: str, rows: int, bits: int, repeats: int) -> dict[str, list[l
 
 
 def recover_from_peers(
-    url: str, storage_options: dict[str, Any], rows: int, bits: int, repeats: int
+    url: str, storage_options: dict[str, Any], shape: Shape, bits: int, repeats: int
 ) -> dict[str, list[list[float]]]:
     """Return, by where the rows of rank 1 come from, the seconds and CPU seconds of each recovery of all ranks.
 
     And the bytes that came from a peer, that a rank keeps for others, and that its mirrors take.
     """
-    training, peers = Training(rows, bits), PeerCopies(memory_bytes=4 << 30)
+    training, peers = Training(shape, bits), PeerCopies(memory_bytes=4 << 30)
     manager = training.manager(url, storage_options, peers)
     for number in range(DELTAS + 1):
         training.step(number)
@@ -146,7 +158,7 @@ def recover_from_peers(
         kept = survivor.copies if kept is None else kept
         survivor = replace(survivor, copies=kept if name == "peer" else {})
         if dist.get_rank() == 1:
-            training, survivor = Training(rows, bits), None
+            training, survivor = Training(shape, bits), None
         manager = training.manager(url, storage_options, peers)
         dist.barrier()
         cpu, started = time.process_time(), time.perf_counter()
@@ -160,14 +172,14 @@ def recover_from_peers(
     return {name: taken[1:] for name, taken in found.items()}
 
 
-def save_with_copies(folder: str, rows: int, bits: int, repeats: int) -> dict[str, list[list[float]]]:
+def save_with_copies(folder: str, shape: Shape, bits: int, repeats: int) -> dict[str, list[list[float]]]:
     """Return, by whether peers get copies, what each delta cost.
 
     The longest stall of a rank, seconds until all ranks were done with it, CPU seconds of all ranks.
     """
     sides = {}
     for name, peers in (("copies", PeerCopies(memory_bytes=4 << 30)), ("none", None)):
-        training = Training(rows, bits)
+        training = Training(shape, bits)
         sides[name] = training, training.manager(f"{folder}/{name}", peers=peers)
     found: dict[str, list[list[float]]] = {name: [] for name in sides}
     for number in range(repeats + 2):  # baselines, and deltas that warm up
@@ -246,83 +258,90 @@ def bench_quality(report: Report, options: argparse.Namespace) -> None:
     report.table(f"Quality, mean of {options.seeds} seeds", columns, table, "full restores: 0, the same bits")
 
 
-def bench_cost(report: Report, options: argparse.Namespace) -> None:
+def bench_cost(report: Report, options: argparse.Namespace, model: BenchModel) -> None:
     """Time, CPU and bytes of a partial recovery against those of a full restore."""
     table = []
     for name, bits in (("8 bits", 8), ("exact", 0)):
         with data_folder(options.folder) as folder:
-            found = on_ranks(WORLD, "bench_recovery", "recover", str(folder), options.rows, bits, options.repeats)
+            found = on_ranks(WORLD, "bench_recovery", "recover", str(folder), asdict(model), bits, options.repeats)
         for at, what in enumerate(("time", "CPU", "bytes")):
             pairs = [part[at] / whole[at] for part, whole in zip(found["partial"], found["full"], strict=True)]
             report.add(
-                f"{what}, partial / full, {name}", statistics.median(pairs), goal=GOAL, low=min(pairs), high=max(pairs)
-            )
+                f"{model.name}: {what}, partial / full, {name}", statistics.median(pairs), goal=GOAL, low=min(pairs),
+                high=max(pairs),
+            )  # fmt: skip
         for way, taken in found.items():
             took, cpu, size = (statistics.median(column) for column in zip(*taken, strict=True))
             table.append((name, way, took, cpu, size / 1e6))
-    report.table("One recovery of all ranks", ("stored", "way", "s", "CPU s", "MB read"), table)
+    report.table(f"{model.name}: one recovery of all ranks", ("stored", "way", "s", "CPU s", "MB read"), table)
 
 
-def bench_peers(report: Report, options: argparse.Namespace) -> None:
+def bench_peers(report: Report, options: argparse.Namespace, model: BenchModel) -> None:
     """Time and CPU of a recovery whose rows come from a peer against one from SeaweedFS at 1 Gbit/s."""
     table = []
     with data_folder(options.folder) as folder, seaweed(folder, 1.0) as place:
         for name, bits in (("8 bits", 8), ("exact", 0)):
             found = on_ranks(
-                WORLD, "bench_recovery", "recover_from_peers", place.new(), dict(place.options), options.rows, bits,
+                WORLD, "bench_recovery", "recover_from_peers", place.new(), dict(place.options), asdict(model), bits,
                 options.repeats,
             )  # fmt: skip
             for at, what in enumerate(("time", "CPU")):
                 pairs = [peer[at] / store[at] for peer, store in zip(found["peer"], found["store"], strict=True)]
                 report.add(
-                    f"{what}, from a peer / from SeaweedFS at 1 Gbit/s, {name}", statistics.median(pairs),
+                    f"{model.name}: {what}, from a peer / from SeaweedFS at 1 Gbit/s, {name}", statistics.median(pairs),
                     goal=PEER_GOAL if what == "time" else None, low=min(pairs), high=max(pairs),
                 )  # fmt: skip
             for way, taken in found.items():
                 took, cpu, *sizes = (statistics.median(column) for column in zip(*taken, strict=True))
                 table.append((name, way, took, cpu, *(size / 1e6 for size in sizes)))
     columns = ("stored", "rows from", "s", "CPU s", "MB from a peer", "MB kept for a peer", "MB of mirrors")
-    report.table("One recovery of all ranks; rank 0's memory", columns, table)
+    report.table(f"{model.name}: one recovery of all ranks; rank 0's memory", columns, table)
 
 
-def bench_copies(report: Report, options: argparse.Namespace) -> None:
+def bench_copies(report: Report, options: argparse.Namespace, model: BenchModel) -> None:
     """Stall, time and CPU of a save whose copies peers get against one without."""
     table = []
     for name, bits in (("8 bits", 8), ("exact", 0)):
         with data_folder(options.folder) as folder:
             found = on_ranks(
-                WORLD, "bench_recovery", "save_with_copies", str(folder), options.rows, bits, 4 * options.repeats
+                WORLD, "bench_recovery", "save_with_copies", str(folder), asdict(model), bits, 4 * options.repeats
             )  # fmt: skip
         for at, what in enumerate(("stall", "time", "CPU")):
             pairs = [a[at] / b[at] for a, b in zip(found["copies"], found["none"], strict=True)]
             report.add(
-                f"{what} of a save, peers get copies / none, {name}", statistics.median(pairs), low=min(pairs),
-                high=max(pairs),
+                f"{model.name}: {what} of a save, peers get copies / none, {name}", statistics.median(pairs),
+                low=min(pairs), high=max(pairs),
             )  # fmt: skip
         for way, taken in found.items():
             stall, took, cpu = (statistics.median(column) for column in zip(*taken, strict=True))
             table.append((name, way, 1e3 * stall, took, cpu))
-    report.table(
-        f"One delta of {BATCH * 8:,} lookups", ("stored", "peers get", "stall, ms", "all ranks done, s", "CPU s"), table
-    )
+    columns = ("stored", "peers get", "stall, ms", "all ranks done, s", "CPU s")
+    report.table(f"{model.name}: one delta of {BATCH * 8:,} lookups", columns, table)
 
 
-SECTIONS = {"peers": bench_peers, "copies": bench_copies, "cost": bench_cost, "quality": bench_quality}
+SPLIT = {"peers": bench_peers, "copies": bench_copies, "cost": bench_cost}
+SECTIONS = (*SPLIT, "quality")
 
 
 def main() -> None:
     """Run the benchmark."""
     parser = arguments(__doc__, rows=4_000_000, repeats=5)
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, help="all by default; with a model all but quality")
+    add_model_option(parser)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--samples", type=int, default=0, help="clicks of each set; 0: all")
     options = parser.parse_args()
     if options.quick:
         options.seeds, options.samples = 2, 20_000
-    report = Report(f"Replacing one of {WORLD} ranks: a table of {options.rows:,} x {DIM} with Adagrad's sums")
+    one_table = BenchModel(f"{options.rows:,} x {DIM}, Adagrad", ((options.rows, DIM),), "adagrad")
+    report = Report(f"Replacing one of {WORLD} ranks")
     report.start()
-    for section in options.sections:
-        SECTIONS[section](report, options)
+    for section in options.sections or (SPLIT if options.model else SECTIONS):
+        if section == "quality":
+            bench_quality(report, options)
+            continue
+        for model in chosen_models(options) or [one_table]:
+            SPLIT[section](report, options, model)
     report.finish(options.json)
 
 

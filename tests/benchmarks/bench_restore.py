@@ -3,6 +3,8 @@
 ``python tests/benchmarks/bench_restore.py``: 5,000,000 x 64 fp32, 20 % of the rows in each delta, every file in the
 page cache. The bare loop reads the same files, decodes with the same codecs, adds with the same kernels on as many
 threads and dequantizes; it checks nothing. What both leave in memory is compared.
+
+``--model``: models are restored instead, each beside one table.
 """
 
 from __future__ import annotations
@@ -12,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import many_tables
 import numpy as np
 import torch
-from drifting import DIM, TABLE, DriftingTable, decode_ranges, decompress, saves, stored_bytes
+from drifting import DIM, SHARE, TABLE, DriftingTable, decode_ranges, decompress, saves, stored_bytes
+from many_tables import Side
+from models import add_model_option
 from safetensors.torch import load_file, save_file
 
 from cnr_store import Store, TableOptions
@@ -127,7 +132,12 @@ def peak_memory(rows: int, folder: str, trains: bool) -> dict[str, int]:
 def main() -> None:
     parser = harness.arguments(__doc__, rows=5_000_000, repeats=5)
     parser.add_argument("--bits", type=int, default=4)
+    add_model_option(parser, instead=True)
     options = parser.parse_args()
+    if options.model:
+        works = {"reader": (Side.nothing, Side.read), "trainer": (Side.nothing, Side.restore)}
+        many_tables.run(options, "restore", works, deltas=DELTAS, share=SHARE, bits=options.bits)
+        return
     report = harness.Report(
         f"restore of {options.rows} x {DIM} fp32 at {options.bits} bits: baseline and {DELTAS} deltas of 20 %"
     )

@@ -4,6 +4,9 @@
 deltas of 1 % of 5,000,000 x 64 rows, 8-bit quality. Everything that was written is in the page cache: what is measured
 is the way from there to a lookup, and no disk. Writers and readers are processes of their own on one machine with one
 monotonic clock; where cores are few they take them from each other.
+
+``--model``: models are served instead, each beside one table: a delta is applied, and rows of all tables are looked up
+at once.
 """
 
 from __future__ import annotations
@@ -20,10 +23,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 import harness
+import many_tables
 import numpy as np
 import numpy.typing as npt
 from drifting import DIM, TABLE, decompress, stored_bytes
 from freshness import measure_fanout, measure_latency, measure_news
+from many_tables import LOOKUP_ROWS, LOOKUPS, Side
+from models import add_model_option
 from numba import njit
 from partners import Partner, Told
 from serving_stores import BITS, DELTA_SHARE, FULL, QUICK, STEP_CHANGED, STEP_TABLES, Size, write_deltas
@@ -46,7 +52,6 @@ STORES = str(Path(__file__).parent / "serving_stores.py")
 
 GOAL_LOOKUPS, GOAL_APPLY_MBS, GOAL_BARE, GOAL_SPARE_MIB = 1.5, 300.0, 0.7, 256.0
 
-LOOKUP_ROWS = 1024
 UPDATING, IDLE, BESIDE = "updating", "idle", "another program computes"
 TORN_LONGEST_S = 60.0
 SWITCH_S = 0.0001
@@ -56,7 +61,15 @@ TORN_THREADS, TORN_PROCESSES, TORN_IDS = 4, 2, 16
 def main() -> None:
     parser = harness.arguments(__doc__, rows=FULL.rows, repeats=FULL.rounds)
     parser.add_argument("--sections", default=",".join(SECTIONS), help=f"of {', '.join(SECTIONS)}")
+    add_model_option(parser, instead=True)
     options = parser.parse_args()
+    if options.model:
+        works = {
+            "a delta applied": (Side.stand_at_baseline, Side.apply),
+            f"{LOOKUPS} lookups of {LOOKUP_ROWS} rows": (Side.nothing, Side.look_up),
+        }
+        many_tables.run(options, "serving", works, deltas=1, share=DELTA_SHARE, bits=BITS)
+        return
     chosen = options.sections.split(",")
     if not set(chosen) <= set(SECTIONS):
         parser.error(f"sections are {', '.join(SECTIONS)}")

@@ -10,6 +10,8 @@ Row ids and slots (float_bits 7; exact in ``raw`` and ``exact``) are stored alik
 fp16 parameters, and no mirror, so their slots are absolute. A lattice takes the scale at which touched rows have the
 error of affine rows of its width; training widens rows, so half-way through the run a baseline chooses it anew
 in every store of consecutive deltas, affine ones too, and it counts in the bytes of the second half on both sides.
+
+``--model``: of models instead, the bytes of a first save, and of deltas of rows that drift by 0.3 of the width of all.
 """
 
 from __future__ import annotations
@@ -22,17 +24,22 @@ import harness
 import numpy as np
 from dlrm_trace import Interval, trace_config, train, train_on
 from measured_store import EXACT, RAW, Encoding, MeasuredStore, affine, lattice
+from models import BenchModel, add_model_option, chosen_models
+from peers import Cnr
+from places import local_disk
 from real_sets import DATA_FOLDER, DIMS, RealSet, present
 from run_config import RunConfig
 from size_encodings import AGAINST_AFFINE, ErrorMeter, Measured, add_goals, print_encodings, print_equal_quality
 from size_policies import policy_stores, print_policies
 from size_shares import ShareResult, Stretch, grown_results, measure, print_shares, stretches
+from trainee import Trainee
 
 COMMAND = "python tests/benchmarks/bench_size.py"
 PARTS = ("run", "shares", "sets")
 INTERVALS, QUICK_INTERVALS = 40, 12
 SET_INTERVALS = 20
 DELTAS = 3
+MODEL_SHARES = (0.01, 0.10, 0.25)
 GROWN_ROWS, QUICK_GROWN_ROWS = 1 << 21, 1 << 16
 QUICK_FRACTION = 16
 """Tables and batches of a quick run are so many times smaller: intervals touch the same share of the rows."""
@@ -49,13 +56,16 @@ def main() -> None:
         "for more",
     )  # fmt: skip
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    add_model_option(parser, instead=True)
     options = parser.parse_args()
     quick: bool = options.quick
     intervals = options.intervals or (QUICK_INTERVALS if quick else INTERVALS)
     report = harness.Report("size: bytes on disk by policy, encoding and share of rows touched")
     report.start()
-    parts: Sequence[str] = options.parts
+    parts: Sequence[str] = [] if options.model else options.parts
     with harness.data_folder(options.folder) as folder:
+        for model in chosen_models(options):
+            measure_model(report, folder, model)
         if "run" in parts or "shares" in parts:
             every = trace_config().save_every
             plan = stretches(intervals * every, 1 if quick else DELTAS) if "shares" in parts else []
@@ -172,6 +182,28 @@ class LongRun:
             ratio = measured[f"lattice {bits}"].total / measured[f"affine {bits} greedy"].total
             what = f"bytes of a run over those of Check-N-Run's rows, same error, {bits} bit"
             report.headline(what, f"{ratio:.2f}x", f"{goal}x", COMMAND)
+
+
+def measure_model(report: harness.Report, folder: Path, model: BenchModel) -> None:
+    """Add the bytes of saves of one model by bits and share of its rows, against all of it in fp32."""
+    trainee = Trainee(model)
+    rows: list[list[harness.Cell]] = []
+    for bits in (4, 8):
+        trainee.start_again()
+        store = Cnr(bits)
+        store.open(local_disk(folder), trainee)
+        store.save()()
+        saved, sizes = store.size_bytes, [store.size_bytes]
+        for share in MODEL_SHARES:
+            store.touch(share)
+            store.save()()
+            sizes.append(store.size_bytes - saved)
+            saved = store.size_bytes
+        store.close()
+        rows.append([bits, *(size / 1e6 for size in sizes), *(trainee.size_bytes / size for size in sizes)])
+    shares = ("first save", *(f"{share:.0%}" for share in MODEL_SHARES))
+    columns = ("bits", *(f"{share}, MB" for share in shares), *(f"{share}: fp32 / it" for share in shares))
+    report.table(f"{model.name}: {len(model.tables)} tables, {trainee.size_bytes / 1e6:.1f} MB in fp32", columns, rows)
 
 
 def run_encodings(*, quick: bool) -> list[Encoding]:

@@ -2,16 +2,22 @@
 
 Run: ``python tests/benchmarks/bench_staging.py``. One process; what is compared alternates within one run. With a CUDA
 device the tables are there too, and the copy to the host is held against a plain one into pinned memory.
+
+``--model``: a tenth of the rows of each table of models instead of one table.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
 from harness import MIB, Report, alternating, arguments, spread, timed
+from models import BenchModel, add_model_option, chosen_models
+from trainee import TablesState
 
 from cnr_store_gpu import RowRequest, Staged, StagingBuffers
 from cnr_store_gpu.pinned import PINNED_BYTES, TransitRing
@@ -30,6 +36,27 @@ def request_of(rows: int, device: torch.device) -> dict[str, RowRequest]:
     return {"t": RowRequest(ids, {"weight": weight, "sum": slot})}
 
 
+def request_of_model(model: BenchModel, device: torch.device) -> dict[str, RowRequest]:
+    """Return a tenth of the rows of each table of a model, with the state of its optimizer."""
+    state, random = TablesState(model), np.random.default_rng(0)
+    found = {}
+    for number, bag in enumerate(state.tables):
+        rows = bag.num_embeddings
+        ids = np.sort(random.choice(rows, max(1, int(rows * TOUCHED_SHARE)), replace=False))
+        tensors = {"weight": bag.weight.detach()}
+        tensors |= {f"slot{at}": slot for at, slot in enumerate(state.slots(bag.weight))}
+        found[f"t{number}"] = RowRequest(ids, {name: tensor.to(device) for name, tensor in tensors.items()})
+    return found
+
+
+def device_of(request: dict[str, RowRequest]) -> torch.device:
+    return next(iter(request.values())).tensors["weight"].device
+
+
+def rows_of(request: dict[str, RowRequest]) -> int:
+    return sum(len(one.row_ids) for one in request.values())
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -37,11 +64,12 @@ def synchronize(device: torch.device) -> None:
 
 def bench_stall(report: Report, request: dict[str, RowRequest], repeats: int) -> None:
     """The gather alone, until the tables may be written again."""
-    one = request["t"]
-    device = one.tensors["weight"].device
-    index = torch.as_tensor(one.row_ids).to(device)
+    device = device_of(request)
     buffers = StagingBuffers()
-    kept = {name: tensor[: len(index)].clone() for name, tensor in one.tensors.items()}
+    pairs = [
+        (tensor, torch.as_tensor(one.row_ids).to(device)) for one in request.values() for tensor in one.tensors.values()
+    ]
+    kept = [tensor[: len(index)].clone() for tensor, index in pairs]
 
     def waiting_for_device(work: Callable[[], object]) -> Callable[[], None]:
         def run() -> None:
@@ -62,9 +90,9 @@ def bench_stall(report: Report, request: dict[str, RowRequest], repeats: int) ->
     held: list[Staged] = []
     sides = {
         "staging": gather,
-        "fresh": waiting_for_device(lambda: [torch.index_select(t, 0, index) for t in one.tensors.values()]),
+        "fresh": waiting_for_device(lambda: [torch.index_select(t, 0, index) for t, index in pairs]),
         "kept": waiting_for_device(
-            lambda: [torch.index_select(t, 0, index, out=kept[n]) for n, t in one.tensors.items()]
+            lambda: [torch.index_select(t, 0, index, out=out) for (t, index), out in zip(pairs, kept, strict=True)]
         ),
     }
     for side in sides.values():
@@ -83,17 +111,17 @@ def bench_bytes(report: Report, request: dict[str, RowRequest]) -> None:
         "raw fp32": None,
         "16-bit lattice": LatticeCodes(SCALE),
     }
-    num_rows = len(request["t"].row_ids)
-    device = request["t"].tensors["weight"].device
+    num_rows = rows_of(request)
+    device = device_of(request)
     raw_bytes = 0
     for name, quantizer in kinds.items():
-        buffers = StagingBuffers(quantize={} if quantizer is None else {"t": quantizer})
+        buffers = StagingBuffers(quantize={} if quantizer is None else dict.fromkeys(request, quantizer))
         buffers.gather(request).wait().release()
         started = time.perf_counter()
         staged = buffers.gather(request).wait()
         seconds = time.perf_counter() - started
         raw_bytes = raw_bytes or staged.host_bytes
-        is_coded = quantizer is None or "t" in staged.codes
+        is_coded = quantizer is None or staged.codes.keys() == request.keys()
         assert is_coded, "the rows fell back to floats, so this measures nothing"
         report.add(f"{device.type}: bytes of raw / bytes of {name}", raw_bytes / staged.host_bytes, sense="at least")
         report.note(f"      {staged.host_bytes / num_rows:.1f} bytes per row, in host memory after {seconds:.3g} s")
@@ -134,7 +162,7 @@ def bench_ring(report: Report, size_bytes: int, device: torch.device, repeats: i
 
 def bench_behind(report: Report, request: dict[str, RowRequest]) -> None:
     """A GPU's own work while a save is copied, against the same work alone."""
-    device = request["t"].tensors["weight"].device
+    device = device_of(request)
     matrix = torch.randn(4096, 4096, device=device)
     buffers = StagingBuffers()
     buffers.gather(request).wait().release()
@@ -157,15 +185,21 @@ def bench_behind(report: Report, request: dict[str, RowRequest]) -> None:
 
 def main() -> None:
     """Run everything and print it."""
-    options = arguments(__doc__, rows=1_000_000, repeats=11).parse_args()
+    parser = arguments(__doc__, rows=1_000_000, repeats=11)
+    add_model_option(parser)
+    options = parser.parse_args()
     report = Report("Staging of touched rows")
     report.start()
     devices = [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
-    for device in devices:
-        request = request_of(options.rows, device)
+    makers: dict[str, Callable[[torch.device], dict[str, RowRequest]]] = {
+        model.name: partial(request_of_model, model) for model in chosen_models(options)
+    }
+    one_table = {f"{options.rows} rows of {DIM} fp32 and a row-wise slot": partial(request_of, options.rows)}
+    for device, (name, make) in product(devices, (makers or one_table).items()):
+        request = make(device)
         if device.type == "cuda":
             report.note(f"\n{torch.cuda.get_device_name(device)}")
-        report.note(f"{len(request['t'].row_ids)} of {options.rows} rows of {DIM} fp32 and a row-wise slot")
+        report.note(f"{rows_of(request)} rows of {name}")
         bench_stall(report, request, options.repeats)
         bench_bytes(report, request)
         bench_ring(report, 512 * MIB, device, min(5, options.repeats))

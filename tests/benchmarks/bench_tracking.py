@@ -3,6 +3,8 @@
 ``python tests/benchmarks/bench_tracking.py``: two DLRMs of the demo, equal but for the tracker, take every batch in
 turn, in changing order, on one thread. Then 200,000 ids are marked in a bitmap of ``--rows`` rows, and listed with
 `torch.unique`, which is what a tracker without a bitmap would have to do to them.
+
+``--model``: models are trained instead, with and without a tracker.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from dlrm_trace import trace_config
+from models import BenchModel, add_model_option, chosen_models
 from run_config import RunConfig, demo_config
+from trained import TrainedTables
 
 from cnr_store_gpu import Movement, RowBitmap, RowRequest, RowTracker, StagingBuffers, warmup
 from cnr_store_tools.demo.batches import ClickBatch, TimeOrderedBatches
@@ -94,6 +98,23 @@ def _add_share(
     first, second = np.array(tracked[WARM:]), np.array(bare[WARM:])
     tenths = [share(first[start::10], second[start::10]) for start in range(10)]
     report.add(name, share(first, second), goal=goal, unit="%", low=min(tenths), high=max(tenths))
+
+
+def bench_model(report: harness.Report, model: BenchModel, steps: int) -> None:
+    """Train a model with and without a tracker in turn, on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    bare, tracked = TrainedTables(model), TrainedTables(model)
+    assume = {"RowWiseAdagrad": Movement.TOUCHED}
+    state = tracked.state
+    tracker = RowTracker(state.model, optimizers=state.optimizers, assume=assume, on_bypass="raise")
+    found = harness.alternating({"bare": bare.step, "tracked": tracked.step}, WARM + steps)
+    torch.set_num_threads(threads)
+    _add_share(report, f"{model.name}: tracking, share of the step", found["tracked"].wall, found["bare"].wall, None)
+    _add_share(report, f"{model.name}: the same in CPU time", found["tracked"].cpu, found["bare"].cpu, SHARE_OF_STEP)
+    added = np.median(np.array(found["tracked"].cpu[WARM:]) - np.array(found["bare"].cpu[WARM:]))
+    rows = sum(len(one) for one in tracker.take().values())
+    report.note(f"      {1e6 * float(added) / len(model.tables):.2f} us per table; {rows} rows in {WARM + steps} steps")
 
 
 class Modules:
@@ -200,12 +221,18 @@ def bench_interval(report: harness.Report, num_rows: int, repeats: int) -> None:
 def main() -> None:
     parser = harness.arguments(__doc__, rows=10_000_000, repeats=31)
     parser.add_argument("--steps", type=int, default=1500, help="of the demo's model; a third of it of the larger one")
+    add_model_option(parser, instead=True)
     options = parser.parse_args()
     if options.quick:
         options.steps = min(options.steps, 150)
     warmup()
     report = harness.Report(f"tracking: {NUM_IDS} ids, {options.rows} rows, steps of the demo's DLRM")
     report.start()
+    for model in chosen_models(options):
+        bench_model(report, model, max(20, options.steps // 15))
+    if options.model:
+        report.finish(options.json)
+        return
     bench_steps(report, "demo, 85,000 x 16", demo_config(), options.steps, SHARE_OF_STEP)
     bench_steps(report, "trace, 376,000 x 32", trace_config(steps=options.steps // 3), options.steps // 3, None)
     bench_modules(report, max(20, options.steps // 15))

@@ -144,7 +144,8 @@ def _report(
         lows, middles, highs = ([spread[which] for _, spread in points] for which in range(3))
         series[kind] = harness.Series([float(count) for count, _ in points], middles, lows, highs)
     report.plot(
-        "restore-chain", f"Restore against deltas since the baseline, {place.name}", "deltas", "s", series, log_x=True
+        f"restore-chain-{harness.slug(place.name)}", f"Restore against deltas since the baseline, {place.name}",
+        "deltas", "s", series, log_x=True,
     )  # fmt: skip
     last = max(chain.deltas for chain in timings)
     by_kind = {chain.kind: one for chain, one in timings.items() if chain.deltas == last}

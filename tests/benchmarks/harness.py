@@ -331,6 +331,15 @@ def shown(cell: Cell) -> str:
     return f"{cell:,.0f}" if abs(cell) >= 1000 else f"{cell:.3g}"
 
 
+def slug(name: str) -> str:
+    """Return a name for files: letters and digits of it, others as a dash.
+
+    >>> slug("SeaweedFS, 1 Gbit/s")
+    'SeaweedFS--1-Gbit-s'
+    """
+    return "".join(letter if letter.isalnum() else "-" for letter in name)
+
+
 def timed(work: Callable[[], object]) -> float:
     """Return the wall seconds of one call."""
     started = time.perf_counter()

@@ -1,6 +1,7 @@
 """Realistic models for the benchmarks: the tables of models in production, and the optimizers that people train with.
 
-A suite takes one by ``--model TABLES/OPTIMIZER`` (`add_model_option`), and makes a `trainee.Trainee` of it.
+A suite takes some by ``--model TABLES/OPTIMIZER`` (`add_model_option`). Which suites do, and why the others do not, is
+said in `suites`.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ TABLES = {
     "zipf300": lambda divided_by: zipf_tables(300, divided_by),
     "zipf1000": lambda divided_by: zipf_tables(1000, divided_by),
 }
+QUICK_DIVIDED_BY = 1000
 MODELS = tuple(f"{tables}/{optimizer}" for tables in TABLES for optimizer in get_args(OptimizerName))
 
 
@@ -99,9 +101,26 @@ def named_model(name: str, divided_by: int = 1) -> BenchModel:
     return BenchModel(name, TABLES[tables](divided_by), optimizer)  # type: ignore[arg-type]
 
 
-def add_model_option(parser: argparse.ArgumentParser, default: Sequence[str] = ()) -> None:
-    """Add ``--model`` (repeated, or several behind it) and ``--divided-by``."""
+def add_model_option(
+    parser: argparse.ArgumentParser, default: Sequence[str] = (), others: Sequence[str] = (), *, instead: bool = False
+) -> None:
+    """Add ``--model`` (several behind it) and ``--divided-by``.
+
+    ``others``: models that only this suite has; ``instead``: with a model, nothing else is measured (`many_tables`).
+    """
+    choices = (*others, *MODELS)
     parser.add_argument(
-        "--model", nargs="+", choices=MODELS, default=list(default), metavar="MODEL", help=f"of {', '.join(MODELS)}"
-    )
+        "--model", nargs="+", choices=choices, default=list(default), metavar="MODEL",
+        help=f"{'measure these instead, each beside one table: ' if instead else ''}of {', '.join(choices)}",
+    )  # fmt: skip
     parser.add_argument("--divided-by", type=int, default=1, help="how many times fewer rows than the models have")
+
+
+def chosen_model(options: argparse.Namespace, name: str) -> BenchModel:
+    """Return a preset with as many rows as the options say; a quick run divides them by `QUICK_DIVIDED_BY` at least."""
+    return named_model(name, max(options.divided_by, QUICK_DIVIDED_BY) if options.quick else options.divided_by)
+
+
+def chosen_models(options: argparse.Namespace) -> list[BenchModel]:
+    """Return all presets that were asked for, as `chosen_model` does."""
+    return [chosen_model(options, name) for name in options.model]

@@ -2,6 +2,9 @@
 
 Each suite is a script that runs by itself too (``python tests/benchmarks/bench_size.py``). Its figures come as JSON
 beside the page, its timings as pyperf's JSON (``python -m pyperf stats FILE``, ``compare_to``).
+
+``make bench MODEL="zipf300/adam mlperf/adagrad"`` runs the suites that take models on these; results: the folder
+``models``.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import page
+from models import add_model_option
 
 HERE = Path(__file__).parent
 
@@ -26,34 +30,40 @@ class Suite:
     name: str
     script: str
     about: str
+    no_model: str = ""
+    """Why it takes none of `models`; empty: it takes them by ``--model``."""
 
+
+_CLICKS = "trained on clicks; models have none"
 
 SUITES = (
     Suite("size", "bench_size.py", "bytes on disk by policy and encoding"),
-    Suite("quality", "bench_quality.py", "what restores cost in quality, and the fewest bytes that cost none"),
-    Suite("slots", "bench_slots.py", "deltas of optimizers with a state per element"),
+    Suite("quality", "bench_quality.py", "what restores cost in quality, and the fewest bytes that cost none", _CLICKS),
+    Suite("slots", "bench_slots.py", "deltas of optimizers with a state per element", _CLICKS),
     Suite("cost", "bench_cost.py", "saves and loads beside what people use today, on a disk and an object store"),
-    Suite("dense", "bench_dense.py", "dense parameters and their optimizer state at size, beside safetensors and DCP"),
+    Suite("dense", "bench_dense.py", "dense parameters and their optimizer state at size", "not about tables"),
     Suite("frequency", "bench_frequency.py", "saves per hour that a training can afford, a save after every step"),
     Suite("models", "bench_models.py", "saves of models with 26 to 1,000 tables"),
-    Suite("growth", "bench_growth.py", "what grows with rows, versions, tables and writers"),
-    Suite("keys", "bench_keys.py", "tables that grow by key, beside 8-bit rows in Parquet"),
-    Suite("plan", "bench_plan.py", "a large model on many GPUs, computed from measured rates"),
-    Suite("wire", "bench_wire.py", "fewer bytes between ranks: what they cost in quality and CPU time"),
-    Suite("encode", "bench_delta.py", "encoding and committing a delta"),
+    Suite("growth", "bench_growth.py", "what grows with rows, versions, tables and writers", "one size grows at once"),
+    Suite("keys", "bench_keys.py", "tables that grow by key, beside 8-bit rows in Parquet", "one hashed table"),
+    Suite("plan", "bench_plan.py", "a large model on many GPUs, computed from measured rates", "1 and 100 TB"),
+    Suite("wire", "bench_wire.py", "fewer bytes between ranks: what they cost in quality and CPU time", _CLICKS),
+    Suite("encode", "bench_delta.py", "encoding and committing a delta", "`models` has the saves of models"),
     Suite("restore", "bench_restore.py", "restoring a baseline and its deltas"),
     Suite("recovery", "bench_recovery.py", "replacing one of four ranks against restoring all"),
     Suite("load", "bench_load.py", "loading a compacted snapshot"),
     Suite("serving", "bench_serving.py", "lookups while deltas land"),
-    Suite("online", "bench_online.py", "what fresh rows are worth, and how few bytes keep them fresh"),
+    Suite("online", "bench_online.py", "what fresh rows are worth, and how few bytes keep them fresh", _CLICKS),
     Suite("tracking", "bench_tracking.py", "marking the rows that a batch touches"),
     Suite("staging", "bench_staging.py", "the copy for which training stalls"),
     Suite("dcp", "bench_dcp.py", "saves by torch.distributed.checkpoint beside its own file writer"),
     Suite("compaction", "bench_compaction.py", "compacting deltas into baselines"),
-    Suite("gc", "bench_gc.py", "collecting what nobody needs"),
-    Suite("affine", "bench_affine.py", "the published row quantizer against torch's"),
+    Suite("gc", "bench_gc.py", "collecting what nobody needs", "objects and requests, whatever is in them"),
+    Suite("affine", "bench_affine.py", "the published row quantizer against torch's", "an encoder of rows"),
 )
 """In the order of the page. `bench_gpu.py` needs a GPU and stands alone."""
+
+_WITHOUT_MODEL = "; ".join(f"{suite.name} ({suite.no_model})" for suite in SUITES if suite.no_model)
 
 
 def main() -> None:
@@ -67,15 +77,25 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small runs: whether they work, not how fast")
     parser.add_argument("--out", default="build/bench", type=Path, help="folder of the results and of the page")
     parser.add_argument("--page", type=Path, metavar="FOLDER", help="another folder for the page and its plots")
+    add_model_option(parser)
     parser.add_argument("--only-page", action="store_true", help="run nothing, write the page of the results there are")
+    parser.epilog = f"without --model: {_WITHOUT_MODEL}"
     options = parser.parse_args()
     wrong = sorted(set(options.suites) - set(known))
     if wrong:
         parser.error(f"no suite {wrong}; there are {', '.join(known)}")
     wanted = [suite for suite in SUITES if not options.suites or suite.name in options.suites]
+    flags: list[str] = ["--quick"] if options.quick else []
+    out: Path = options.out
+    if options.model:
+        flags += ["--model", *options.model, "--divided-by", str(options.divided_by)]
+        out /= "models"
+        for suite in [one for one in wanted if one.no_model]:
+            print(f"{suite.name} takes no model: {suite.no_model}")
+            wanted.remove(suite)
     chosen = [] if options.only_page else wanted
-    failed = [suite.name for suite in chosen if not _run(suite, options.out, quick=options.quick)]
-    written = page.write(options.out, [(suite.name, suite.about, command(suite)) for suite in SUITES], options.page)
+    failed = [suite.name for suite in chosen if not _run(suite, out, flags)]
+    written = page.write(out, [(suite.name, suite.about, command(suite)) for suite in SUITES], options.page)
     print(f"\n{written}: {len(chosen) - len(failed)} of {len(chosen)} suites ran")
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
@@ -86,10 +106,9 @@ def command(suite: Suite) -> str:
     return f"python tests/benchmarks/{suite.script}"
 
 
-def _run(suite: Suite, out: Path, *, quick: bool) -> bool:
+def _run(suite: Suite, out: Path, flags: Sequence[str]) -> bool:
     out.mkdir(parents=True, exist_ok=True)
     print(f"\n== {suite.name}: {suite.about}", flush=True)
-    flags: Sequence[str] = ["--quick"] if quick else []
     started = time.monotonic()
     done = subprocess.run([sys.executable, HERE / suite.script, "--json", out / f"{suite.name}.json", *flags])
     print(f"   {time.monotonic() - started:.0f} s", flush=True)

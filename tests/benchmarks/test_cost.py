@@ -1,4 +1,3 @@
-import gc
 import json
 from dataclasses import replace
 
@@ -16,14 +15,6 @@ from trainee import Trainee
 pytestmark = pytest.mark.filterwarnings("default")  # those of the peers are theirs
 
 ROWS = 2048
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections():
-    # Each measurement begins with a collection; it need not look through all that other tests have imported.
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def test_costs_without_an_end_are_refused() -> None:
 
 def test_a_small_run_reports_saves_and_trainings(tmp_path: Path) -> None:
     report = harness.Report("frequency")
-    size = bench_frequency.Size((1, 2), 1, 0.1, 1)
+    size = bench_frequency.Size((1, 2), 1, 0.1)
     place = local_disk(tmp_path)
     training = TrainedTables(SMALL)
 

@@ -84,7 +84,7 @@ class TablesState(TrainingState):
         self.tables = [module for module in made.tables if isinstance(module, nn.EmbeddingBag)]
         weights = [module.weight for module in self.tables]
         super().__init__(
-            made, (_optimizer(shape.optimizer, weights), torch.optim.Adagrad(made.dense.parameters(), lr=0.01))
+            made, (make_optimizer(shape.optimizer, weights), torch.optim.Adagrad(made.dense.parameters(), lr=0.01))
         )
         for weight in weights:
             weight.detach().normal_(std=WIDTH)
@@ -151,7 +151,7 @@ def _named_tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     return found
 
 
-def _optimizer(name: OptimizerName, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(name: OptimizerName, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Return the optimizer with its state in place, as behind a first step."""
     if name == "rowwise_adagrad":
         return RowWiseAdagrad(weights, lr=0.05)

@@ -155,7 +155,7 @@ def test_branches_survive_a_fault_at_each_kind_of_storage_call() -> None:
     survived(BranchLife(), CI_FAULTS, every=5)
 
 
-def test_a_crash_at_any_storage_call_of_a_fork_leaves_no_name_without_a_log() -> None:
+def test_a_fork_that_crashes_at_any_call_leaves_no_name_without_a_log() -> None:
     survived(Fork(), [FaultKind.CRASH, FaultKind.CRASH_AFTER])
 
 
