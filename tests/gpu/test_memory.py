@@ -65,7 +65,7 @@ def test_memory_that_comes_back_is_the_tables() -> None:
     model, optimizer, tracker = tracked()
     learn(model, optimizer, 3, 5)
     own, kept = model.weight.data, model.weight.detach().clone()
-    size = own.untyped_storage().nbytes()
+    size, address = own.untyped_storage().nbytes(), own.data_ptr()
 
     model.weight.data = kept
     own.untyped_storage().resize_(0)
@@ -75,8 +75,12 @@ def test_memory_that_comes_back_is_the_tables() -> None:
     own.copy_(kept)
     model.weight.data = own
 
-    with pytest.warns(RuntimeWarning, match="no hook saw"):
-        assert {3, 5} <= set(tracker.take()["weight"].row_ids.tolist())
+    # The allocator chooses the address: at another one, every row counts as changed.
+    if own.data_ptr() == address:
+        assert tracker.take()["weight"].row_ids.tolist() == [3, 5]
+    else:
+        with pytest.warns(RuntimeWarning, match="no hook saw"):
+            assert len(tracker.take()["weight"]) == ROWS
 
 
 def test_memory_at_the_address_of_the_freed_one_is_other_memory() -> None:
