@@ -82,6 +82,11 @@ class ArraySpec:
         return widths.bit_shift(self.encoding.mantissa_bits, self.dtype)
 
     @property
+    def wraps(self) -> bool:
+        """Whether differences are added modulo 2^32: to int32 codes of float_bits."""
+        return isinstance(self.encoding, FloatBits) and self.memory_dtype == np.int32
+
+    @property
     def memory_dtype(self) -> np.dtype[Any]:
         """The dtype that holds every value: int32 or int16 codes, else floats, or the bytes of packed codes."""
         if isinstance(self.encoding, Lattice) or self.is_difference:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from cnr_store.encodings import digest
+from cnr_store.encodings.widths import as_columns
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.key_index import MISSING, KeyIndex, slots_for
 from cnr_store.runtime.threads import Workers
@@ -87,20 +88,24 @@ class KeyedMirror:
         return digest.add_digests(*totals)
 
     def _moving(self, one: EncodedList, workers: Workers) -> int:
-        """Return how differences change the digest: by codes, for those of float_bits are modulo 2^32."""
-        places = self.places(one.row_ids)
+        """Return how differences change the digest: it is linear, but where codes are modulo 2^32 it needs them."""
+        specs = {name: self.codes.specs[name] for name in self.codes.arrays}
+        places = self.places(one.row_ids) if any(spec.wraps for spec in specs.values()) else one.row_ids
 
         def change(start: int, stop: int) -> int:
-            total, rows, at = 0, one.row_ids[start:stop], places[start:stop]
-            for name, held in self.codes.arrays.items():
-                factors = self.codes.specs[name].multipliers
-                before = held[at].astype(np.int32)
-                after = before + one.arrays[name][start:stop].reshape(before.shape).astype(np.int32)
-                total += digest.digest_of_rows(after, rows, factors, digest.NO_PRESENCE)
-                total -= digest.digest_of_rows(before, rows, factors, digest.NO_PRESENCE)
+            total, rows = 0, one.row_ids[start:stop]
+            for name, spec in specs.items():
+                moves = as_columns(one.arrays[name][start:stop])
+                if not spec.wraps:
+                    total += digest.digest_of_rows(moves, rows, spec.multipliers, digest.NO_PRESENCE)
+                    continue
+                before = self.codes.arrays[name][places[start:stop]]
+                after = before + moves.astype(np.int32)
+                total += digest.digest_of_rows(after, rows, spec.multipliers, digest.NO_PRESENCE)
+                total -= digest.digest_of_rows(before, rows, spec.multipliers, digest.NO_PRESENCE)
             return total
 
-        return sum(workers.run_blocks(change, len(places), TASK_ROWS))
+        return sum(workers.run_blocks(change, len(one.row_ids), TASK_ROWS))
 
     def _held(self, keys: RowIds, workers: Workers) -> int:
         """Return what keys add to the digest now."""

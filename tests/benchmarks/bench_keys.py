@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import io
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import harness
 import numpy as np
@@ -20,6 +23,7 @@ import pyarrow.parquet as pq
 
 from cnr_store import KeyShare, Store, TableOptions
 from cnr_store.serving import Loader
+from cnr_store.write.keyed_mirrors import KeyedMirror
 
 DIM = 64
 UPDATED, ADMITTED = 0.01, 0.002
@@ -89,6 +93,22 @@ def hashed_store(folder: Path, name: str, stream: Stream, bits: Any) -> Store:
     return store
 
 
+@contextmanager
+def timed_digest() -> Iterator[list[float]]:
+    """While it is entered, the CPU seconds in which writers bring state digests up to date are appended to a list."""
+    found: list[float] = []
+    bare = KeyedMirror.digest_after
+
+    def timed(mirror: KeyedMirror, *arguments: Any) -> int | None:
+        begun = time.process_time()
+        digest = bare(mirror, *arguments)
+        found.append(time.process_time() - begun)
+        return digest
+
+    with patch.object(KeyedMirror, "digest_after", timed):
+        yield found
+
+
 def compared(report: harness.Report, folder: Path, rows: int, saves: int, bits: Any) -> None:
     """Sum the bytes of so many saves, written in each way."""
     stream = Stream(rows)
@@ -100,7 +120,7 @@ def compared(report: harness.Report, folder: Path, rows: int, saves: int, bits: 
             txn.write_table("t", stream.values, options=TableOptions(bits=bits))
         sizes = {"hashed": 0, "dense": 0, "parquet": 0}
         changed, saving = 0, 0.0
-        with Loader(hashed) as loader:
+        with Loader(hashed) as loader, timed_digest() as digests:
             for step in range(1, saves + 1):
                 change = stream.advance()
                 order = np.argsort(change.keys)
@@ -129,6 +149,9 @@ def compared(report: harness.Report, folder: Path, rows: int, saves: int, bits: 
     report.add(f"{bits} bits, hashed keys: bytes per changed key", sizes["hashed"] / changed, unit=" B")
     report.add(f"{bits} bits, hashed keys: mirror bytes per key, of which {2 * DIM} are codes", mirror, unit=" B")
     report.add(f"{bits} bits: changed keys saved per CPU second", (changed - changed_before) / saving, unit="")
+    report.add(
+        f"{bits} bits: state digest, share of a save's CPU", 100 * sum(digests[1:]) / saving, goal=10.0, unit="%"
+    )
     report.add(f"{bits} bits: keys applied by a loader per CPU second", (changed - changed_before) / seconds, unit="")
     begun = time.process_time()
     parts = [hashed.snapshot().table("t").read_all(share=KeyShare(index, 4))[0] for index in range(4)]

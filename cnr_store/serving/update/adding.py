@@ -114,9 +114,8 @@ def add_to_values(spec: ArraySpec, base: Array, positions: Positions, difference
     """
     if isinstance(spec.encoding, Lattice):
         return int(lattice_add(base, positions, differences, spec.scale, out))
-    wraps = bool(spec.memory_dtype == np.int32)
     bits, into = widths.as_bits(base, spec.dtype), widths.as_bits(out, spec.dtype)
-    return int(float_bits_add(bits, positions, differences, spec.bit_shift, wraps, into))
+    return int(float_bits_add(bits, positions, differences, spec.bit_shift, spec.wraps, into))
 
 
 def add_to_codes(spec: ArraySpec, base: Array, positions: Positions, differences: Array, out: Array) -> int:
