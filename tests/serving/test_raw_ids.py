@@ -14,8 +14,10 @@ import numpy.typing as npt
 import pytest
 
 from cnr_store import Store, TableOptions, read_id_map
-from cnr_store.errors import DoesNotApply, TableNotFound
+from cnr_store.errors import BadInput, DoesNotApply, TableNotFound
 from cnr_store.serving import AttachedTables, Loader
+from cnr_store.serving.sinks import DeviceTables
+from tests.serving.test_device_tables import DEVICES
 
 ROWS = 16
 FREE = np.iinfo(np.int64).max
@@ -111,25 +113,66 @@ def test_another_process_finds_them_in_the_loaders_memory(store: Store, tmp_path
     assert (batch.rows[TABLE] == expected(1)).all()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_tables_on_a_device_find_them_too(store: Store, device: str) -> None:
+    import torch
+
+    with Loader(store) as loader:
+        tables = DeviceTables(device, by_raw_id=[TABLE], store=loader.store)
+        feed = loader.add_sink(tables, start=False)
+        for step in (1, 2, 3):
+            if step > 1:
+                save(store, step)
+                loader.poll()
+            feed.push()
+            asked = torch.from_numpy(ASKED).to(device) if step > 1 else ASKED
+
+            batch = tables.lookup_many({TABLE: asked}, by_raw_id=[TABLE])
+
+            assert (batch.rows[TABLE].cpu().numpy() == expected(step)).all()
+            assert batch.missing[TABLE].tolist() == [False] * len(KNOWN) + [True] * len(UNKNOWN)
+        by_row = tables.lookup_many({TABLE: np.arange(ROWS)})
+
+    assert (by_row.rows[TABLE].cpu().numpy() == rows_of(3)).all()
+    assert not by_row.missing
+    assert tables.nbytes == ROWS * (2 * 4 + 2 * 8)
+
+
+def test_a_device_without_the_map_says_what_to_do(store: Store) -> None:
+    with pytest.raises(BadInput, match="store="):
+        DeviceTables("cpu", by_raw_id=[TABLE])
+    bare, other = DeviceTables("cpu"), DeviceTables("cpu", by_raw_id=["nobody"], store=store)
+    with Loader(store) as loader:
+        loader.add_sink(bare, start=False).push()
+        with pytest.raises(BadInput, match="by_raw_id"):
+            bare.lookup_many({TABLE: ASKED}, by_raw_id=[TABLE])
+        with pytest.raises(TableNotFound, match="nobody"):
+            loader.add_sink(other, start=False).push()
+
+
 def test_no_lookup_mixes_the_map_of_a_version_with_rows_of_another(store: Store) -> None:
     mixed: list[object] = []
     steps: set[int] = set()
     with Loader(store) as loader:
         is_over = threading.Event()
+        tables = DeviceTables("cpu", by_raw_id=[TABLE], store=store)
+        feed = loader.add_sink(tables, start=False)
+        feed.push()
 
-        def look_up() -> None:
+        def look_up(source: Loader | DeviceTables) -> None:
             while not is_over.is_set():
-                batch = loader.lookup_many({TABLE: ASKED}, by_raw_id=[TABLE])
+                batch = source.lookup_many({TABLE: ASKED}, by_raw_id=[TABLE])
                 steps.add(batch.step)
-                if not (batch.rows[TABLE] == expected(batch.step)).all():
+                if not (np.asarray(batch.rows[TABLE]) == expected(batch.step)).all():
                     mixed.append(batch)
 
-        threads = [threading.Thread(target=look_up) for _ in range(2)]
+        threads = [threading.Thread(target=look_up, args=(source,)) for source in (loader, loader, tables)]
         for thread in threads:
             thread.start()
         for step in range(2, 9):
             save(store, step)
             loader.poll()
+            feed.push()
         is_over.set()
         for thread in threads:
             thread.join()

@@ -8,7 +8,7 @@ an update is queued, and events order the streams. Nobody waits for the device.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from cnr_store.errors import BadInput, BadRowIds, MissingDependency, VersionNotFound
+from cnr_store.read.id_maps import read_id_map
 from cnr_store.runtime.arguments import checked_choice
 from cnr_store.serving.rows.lookups import checked_ids
 from cnr_store.serving.sinks.positions import check_batch, check_positions
@@ -27,6 +28,8 @@ from cnr_store.types import Float32s, RowIds
 if TYPE_CHECKING:
     import torch
 
+    from cnr_store.store import Store
+
 DeviceDtype = Literal["float32", "float16", "bfloat16"]
 
 _NOT_CHECKED = np.empty(0, np.int64)
@@ -34,11 +37,15 @@ _NOT_CHECKED = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """Rows of one lookup on a device, all of ``version``: table to (n, dim), in the order of the ids."""
+    """Rows of one lookup on a device, all of ``version``: table to (n, dim), in the order of the ids.
+
+    ``missing``: of tables that were looked up by raw id, which ids have no row of their own, bool (n,) on the device.
+    """
 
     version: int
     step: int
     rows: Mapping[str, torch.Tensor]
+    missing: Mapping[str, torch.Tensor]
 
 
 class DeviceTables:
@@ -52,7 +59,8 @@ class DeviceTables:
     version.
 
     Memory on the device: the tables; during a batch its rows; during a full batch over tables that are served already,
-    a second copy of them. On the host: the loader's own copy (`LoaderOptions(kept_as="codes")` halves it).
+    a second copy of them. On the host: the loader's own copy (`LoaderOptions(kept_as="codes")` halves it). Maps of raw
+    ids take 16 bytes per row of their tables, twice while a batch is committed.
 
     Parameters
     ----------
@@ -62,6 +70,11 @@ class DeviceTables:
         What rows are held in and returned as.
     name
         For messages and metrics.
+    by_raw_id
+        Tables of a managed-collision module (TorchRec's ZCH) that can be looked up by raw id, too. Each commit reads
+        the map of its version from ``store``, the one that the loader follows, and raises as `read_id_map` does.
+    store
+        Stays the caller's.
 
     Raises
     ------
@@ -70,8 +83,18 @@ class DeviceTables:
         There is no torch.
     """
 
-    def __init__(self, device: str | torch.device, *, dtype: DeviceDtype = "float32", name: str = "device") -> None:
+    def __init__(
+        self,
+        device: str | torch.device,
+        *,
+        dtype: DeviceDtype = "float32",
+        name: str = "device",
+        by_raw_id: Collection[str] = (),
+        store: Store | None = None,
+    ) -> None:
         checked_choice("dtype", dtype, get_args(DeviceDtype))
+        if by_raw_id and store is None:
+            raise BadInput("maps of raw ids are read from a store: give DeviceTables(by_raw_id=, store=loader.store)")
         if find_spec("torch") is None:
             raise MissingDependency('tables on a device need torch; pip install "cnr-store[train]"', found="torch")
         import torch
@@ -84,6 +107,8 @@ class DeviceTables:
         self._name = name
         self._queue = _Streams(self.device)
         self._tables: dict[str, torch.Tensor] = {}
+        self._store, self._by_raw_id = store, tuple(by_raw_id)
+        self._maps: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._shapes: Mapping[str, SinkTable] = {}
         self._batch: _Batch | None = None
         self._state: SinkState | None = None
@@ -100,14 +125,15 @@ class DeviceTables:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tables on the device."""
-        return sum(table.nbytes for table in list(self._tables.values()))
+        """Bytes of the tables and of their maps on the device."""
+        maps = [one for both in list(self._maps.values()) for one in both]
+        return sum(one.nbytes for one in (*list(self._tables.values()), *maps))
 
     def lookup(self, table: str, row_ids: Any) -> torch.Tensor:
         """Return rows of a table, (n, dim) on the device; see `lookup_many`."""
         return self.lookup_many({table: row_ids}).rows[table]
 
-    def lookup_many(self, row_ids: Mapping[str, Any]) -> DeviceBatch:
+    def lookup_many(self, row_ids: Mapping[str, Any], *, by_raw_id: Collection[str] = ()) -> DeviceBatch:
         """Return rows of some tables, all of one version, the newest. Queues work on the current stream of the device.
 
         Blocks for no device, if the ids are on it.
@@ -118,9 +144,15 @@ class DeviceTables:
             Table to ids (n,), int64: a tensor on the device, or a tensor or array on the host, which is copied there.
             Ids on the host are checked. Ids on a GPU cannot be, because that would wait for it: an id that the table
             does not have gives a row of NaN.
+        by_raw_id
+            Tables whose ids are raw ids, of those that were named when this was made. As `Loader.lookup_many` does it:
+            the map of the same version finds their rows; ids without one have the row that the module gives them, and
+            are ``missing``.
 
         Raises
         ------
+        BadInput
+            A table of ``by_raw_id`` was not named when this was made.
         VersionNotFound
             Nothing was pushed yet.
         TableNotFound, BadRowIds
@@ -134,10 +166,13 @@ class DeviceTables:
             if state is None:
                 raise VersionNotFound(f"{self._name} has no version yet: push its feed first")
             for table, ids in given.items():
-                checked = ids.numpy() if ids.device.type == "cpu" else _NOT_CHECKED
-                check_positions(self._name, self._shapes, table, checked)
+                is_seen = ids.device.type == "cpu" and table not in by_raw_id
+                check_positions(self._name, self._shapes, table, ids.numpy() if is_seen else _NOT_CHECKED)
+            missing = {}
+            for table in on_device.keys() & set(by_raw_id):
+                on_device[table], missing[table] = rows_of_raw_ids(*self._map(table), on_device[table])
             rows = {table: rows_or_nan(self._tables[table], ids) for table, ids in on_device.items()}
-        return DeviceBatch(state.version, state.step, rows)
+        return DeviceBatch(state.version, state.step, rows, missing)
 
     # ---- what its feed calls
 
@@ -196,9 +231,14 @@ class DeviceTables:
         self.put(table, row_ids, np.zeros((len(row_ids), dim), np.float32))
 
     def commit(self, state: SinkState) -> None:
-        """Queue the change of the tables behind all lookups that were queued; later lookups see it."""
+        """Queue the change of the tables behind all lookups that were queued; later lookups see it.
+
+        Blocks for maps of raw ids, which are read before, and delays no lookup.
+        """
         batch, self._batch = self._writing(), None
+        maps = self._read_maps(state.version)
         with self._queue.change():
+            self._maps = maps
             if batch.whole:
                 self._tables, self._shapes = batch.whole, batch.tables
             for table, ids, rows in batch.changes:
@@ -208,6 +248,30 @@ class DeviceTables:
     def abort(self) -> None:
         """Drop the batch."""
         self._batch = None
+
+    def _read_maps(self, version: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Bring the maps of a version to the device: by table, raw ids and their rows."""
+        import torch
+
+        if self._store is None:
+            return {}
+        snapshot = self._store.snapshot(version)
+        found = [read_id_map(snapshot, table) for table in self._by_raw_id]
+        with self._queue.update():
+            both = [(torch.tensor(one.raw_ids), torch.tensor(one.row_ids)) for one in found]
+            return {
+                table: (raw_ids.to(self.device), rows.to(self.device))
+                for table, (raw_ids, rows) in zip(self._by_raw_id, both, strict=True)
+            }
+
+    def _map(self, table: str) -> tuple[torch.Tensor, torch.Tensor]:
+        if table not in self._maps:
+            raise BadInput(
+                f"{self._name} has no map of raw ids for table {table!r}: name it in DeviceTables(by_raw_id=), found "
+                f"{list(self._by_raw_id)}",
+                found=list(self._by_raw_id),
+            )
+        return self._maps[table]
 
     def _writing(self) -> _Batch:
         if self._batch is None:
@@ -286,6 +350,17 @@ def rows_or_nan(table: torch.Tensor, row_ids: torch.Tensor) -> torch.Tensor:
         return table.new_full((len(row_ids), table.shape[1]), float("nan"))
     outside = (row_ids < 0) | (row_ids >= count)
     return table.index_select(0, row_ids.clamp(0, count - 1)).masked_fill_(outside[:, None], float("nan"))
+
+
+def rows_of_raw_ids(
+    known: torch.Tensor, row_ids: torch.Tensor, raw_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `IdMap.find` does, on a device: the row of each raw id, and which ids have none of their own."""
+    import torch
+
+    at = torch.searchsorted(known[:-1], raw_ids)
+    is_missing = known[at] != raw_ids
+    return row_ids[at].masked_fill_(is_missing, len(row_ids) - 1), is_missing
 
 
 def _as_tensor(row_ids: Any, table: str) -> torch.Tensor:
