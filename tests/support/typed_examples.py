@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tests.support.pages import python_blocks
 
@@ -68,20 +71,7 @@ from cnr_store.training import CheckpointManager
 T = TypeVar("T")
 """
 # Functions of an example have no annotations of their own; what they call of the library is checked all the same.
-CONFIGURATION = """\
-[mypy]
-strict = True
-check_untyped_defs = True
-disallow_untyped_defs = False
-disallow_incomplete_defs = False
-disallow_untyped_calls = False
-disallow_subclassing_any = False
-[mypy-duckdb.*,fbgemm_gpu.*,pyarrow.*,redis.*,safetensors.*,torchdata.*,torchrec.*]
-ignore_missing_imports = True
-[mypy-accelerate.*,lightning.*,torchtnt.*,transformers.*]
-ignore_missing_imports = True
-follow_imports = skip
-"""
+FOR_EXAMPLES = {"disallow_untyped_defs": False, "disallow_incomplete_defs": False, "disallow_untyped_calls": False}
 
 
 def readers_own(example: str) -> list[str]:
@@ -106,6 +96,21 @@ def readers_own(example: str) -> list[str]:
     return [READERS_OWN[name] for name in sorted(read & READERS_OWN.keys())]
 
 
+def configuration(examples: list[str]) -> str:
+    """mypy's, with the flags of `make check`: what that has found out about torch and others holds for these too."""
+    flags = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["mypy"]
+    sections = [(override.pop("module"), override) for override in flags.pop("overrides")]
+    for name in ("packages", "mypy_path", "explicit_package_bases"):
+        del flags[name]
+    sections += [(examples, FOR_EXAMPLES), (["duckdb.*", "redis.*"], {"ignore_missing_imports": True})]
+    return "\n".join([_section("mypy", flags), *(_section(f"mypy-{','.join(names)}", own) for names, own in sections)])
+
+
+def _section(name: str, flags: Mapping[str, Any]) -> str:
+    values = {flag: ", ".join(value) if isinstance(value, list) else value for flag, value in flags.items()}
+    return "\n".join([f"[{name}]", *(f"{flag} = {value}" for flag, value in values.items())])
+
+
 def write_examples(folder: Path) -> list[str]:
     """Write the examples and the configuration of mypy to a folder; return the names of the programs."""
     for page in PAGES:
@@ -113,5 +118,6 @@ def write_examples(folder: Path) -> list[str]:
             named = re.match(r"# (\w+\.py)\n", example)  # files of a tutorial import each other
             text = example if named else "\n".join([PREAMBLE, *readers_own(example), example])
             (folder / (named[1] if named else f"{page.stem.lower()}_{number}.py")).write_text(text)
-    (folder / "mypy.ini").write_text(CONFIGURATION)
-    return sorted(path.name for path in folder.glob("*.py"))
+    programs = sorted(path.name for path in folder.glob("*.py"))
+    (folder / "mypy.ini").write_text(configuration([name.removesuffix(".py") for name in programs]))
+    return programs
