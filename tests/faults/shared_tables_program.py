@@ -1,7 +1,6 @@
 """Processes for the tests of shared tables: an owner that may kill itself at a given call, and counting readers.
 
-Both are forked from a launcher; a reader that is killed is one of its own:
-``python -m tests.faults.shared_tables_program <folder> <lookups> <seed>``
+A launcher forks them: `own` and `read` are what they do.
 """
 
 from __future__ import annotations
@@ -236,7 +235,3 @@ def read(folder: str, lookups: int, seed: int) -> None:
     say("attached")
     counts.look_often(lookups)
     say(json.dumps(counted(counts)))
-
-
-if __name__ == "__main__":
-    read(sys.argv[1], *map(int, sys.argv[2:]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from cnr_store.errors import VersionNotFound
 from cnr_store.serving.rows.attached import AttachedTables
 from cnr_store.serving.rows.shared_memory import SharedMemory
 from tests.faults.shared_tables_program import Counts, first_tables, publish
-from tests.faults.test_consume_torn_reads import reader_process
+from tests.faults.test_consume_torn_reads import reader_program
 from tests.support.launcher import Launcher, Program
 
 VERSIONS = 4
@@ -85,17 +86,17 @@ def test_an_owner_killed_before_every_call_leaves_a_whole_version(
         check_kill(launcher, tmp_path_factory.mktemp("killed"), kill_at)
 
 
-def test_readers_that_are_killed_hold_nobody_up(tmp_path: Path) -> None:
+def test_readers_that_are_killed_hold_nobody_up(launcher: Launcher, tmp_path: Path) -> None:
     memory = SharedMemory(tmp_path)
     publisher = memory.publisher(min_view_s=0.0)
     publisher.publish(1, 1, dict(first_tables(1, memory)), {"version": np.full(4, 1)})
-    reader = reader_process(tmp_path, 1 << 40, 0)
-    with reader:
-        assert reader.stdout is not None
-        assert reader.stdout.readline() == "attached\n"
+    with launcher.running(reader_program(tmp_path, 1 << 40, 0), folder=tmp_path) as reader:
+        while reader.output != "attached\n":
+            assert not reader.has_ended
+            time.sleep(0.01)
         for version in range(2, 60):
             if version == 30:
-                reader.send_signal(signal.SIGKILL)
+                reader.send(signal.SIGKILL)
             publish(publisher, memory, version, version - 1)
 
     publisher.merge()

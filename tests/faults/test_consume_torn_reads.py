@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,15 +17,12 @@ from cnr_store.serving.rows.shared_memory import SharedMemory
 from tests.faults.shared_tables_program import LEAST_VERSIONS, Counts, counted, first_tables, publish
 from tests.support.launcher import Launcher, Program
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 THREADS, PROCESSES = 4, 2
 
 
-def reader_process(folder: Path, lookups: int, seed: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.faults.shared_tables_program", str(folder), str(lookups), str(seed)],
-        stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-    )  # fmt: skip
+def reader_program(folder: Path, lookups: int, seed: int) -> Program:
+    code = f"from tests.faults.shared_tables_program import read; read({str(folder)!r}, {lookups}, {seed})"
+    return Program(["-c", code])
 
 
 def answer(process: subprocess.CompletedProcess[str]) -> dict[str, int]:
@@ -44,8 +39,7 @@ def torn_reads(launcher: Launcher, folder: Path, total: int) -> list[dict[str, i
     memory = SharedMemory(folder)
     publisher = memory.publisher(min_view_s=0.0)
     publisher.publish(1, 1, dict(first_tables(1, memory)), {"version": np.full(4, 1)})
-    code = "from tests.faults.shared_tables_program import read; read({!r}, {}, {})"
-    readers = [Program(["-c", code.format(str(folder), each, seed)]) for seed in range(PROCESSES)]
+    readers = [reader_program(folder, each, seed) for seed in range(PROCESSES)]
     # Two threads read as the owner does, two as another process would.
     sources: list[ViewSource] = [publisher, publisher, AttachedTables(folder), AttachedTables(folder)]
     counts = [Counts(source, 10 + seed) for seed, source in enumerate(sources)]

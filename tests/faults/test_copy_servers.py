@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 
 from cnr_store import Store, copy_store, verify_store
 from cnr_store.errors import NotAStore
+from tests.support.launcher import Launcher, Program
 from tests.support.servers import Place, web_server
 from tests.support.snapshot_bytes import bytes_of
 from tests.tools.sample_store import build_store
@@ -65,24 +66,25 @@ def test_a_store_is_copied_from_one_cloud_to_another(
         ]
 
 
-def copy_slowly(source: str, place: Place) -> None:
-    with Store.open(source) as store:
-        copy_store(store, place.url, all_versions=True, storage_options=place.storage_options, bytes_per_s=1_000)
+COPIER = """
+import json, sys
+from cnr_store import Store, copy_store
+
+with Store.open(sys.argv[1]) as store:
+    options = json.loads(sys.argv[3])
+    copy_store(store, sys.argv[2], all_versions=True, storage_options=options, bytes_per_s=1_000)
+"""
 
 
 @pytest.mark.servers
 @pytest.mark.parametrize("backend", ["s3_place", "azure_place"])
 def test_a_killed_copy_to_an_object_store_is_continued(
-    backend: str, source: Store, request: pytest.FixtureRequest
+    backend: str, source: Store, launcher: Launcher, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     place: Place = request.getfixturevalue(backend)
-    process = multiprocessing.get_context("spawn").Process(target=copy_slowly, args=(source.url, place))
-    process.start()
-    try:
+    copier = Program(["-c", COPIER, source.url, place.url, json.dumps(place.storage_options)])
+    with launcher.running(copier, folder=tmp_path):
         wait_for_objects(place)
-    finally:
-        process.kill()
-        process.join()
     with pytest.raises(NotAStore):
         Store.open(place.url, storage_options=place.storage_options)
 

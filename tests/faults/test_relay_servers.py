@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import json
 import time
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 from cnr_store import RetentionPolicy, Store, TableOptions, verify_store
 from cnr_store.format.layout import COMMITS, DATA
 from cnr_store.relay.relay import Relay
+from tests.support.launcher import Launcher, Program
 from tests.support.servers import Place
 from tests.support.snapshot_bytes import bytes_of
 
@@ -33,30 +34,32 @@ def train(store: Store, steps: range) -> None:
                     txn.write_rows("user", rows, rng.standard_normal((500, DIM)).astype(np.float32))
 
 
-def follow(url: str, options: dict[str, object], target: str) -> None:
-    with Store.open(url, storage_options=options) as source:
-        Relay(source, target, policy=RetentionPolicy(keep_last=3), grace_s=0).run(0.02)
+FOLLOWER = """
+import json, sys
+from cnr_store import RetentionPolicy, Store
+from cnr_store.relay import Relay
+
+with Store.open(sys.argv[1], storage_options=json.loads(sys.argv[2])) as source:
+    Relay(source, sys.argv[3], policy=RetentionPolicy(keep_last=3), grace_s=0).run(0.02)
+"""
 
 
 @pytest.mark.servers
-def test_a_relay_of_a_bucket_serves_whole_versions_however_often_killed(s3_place: Place, tmp_path: Path) -> None:
+def test_a_relay_of_a_bucket_serves_whole_versions_however_often_killed(
+    launcher: Launcher, s3_place: Place, tmp_path: Path
+) -> None:
     target = str(tmp_path / "near")
-    context = multiprocessing.get_context("spawn")
+    follow = Program(["-c", FOLLOWER, s3_place.url, json.dumps(s3_place.storage_options), target])
     with Store.create(s3_place.url, storage_options=s3_place.storage_options) as store:
         train(store, range(1))
         for life in range(3):
-            process = context.Process(target=follow, args=(s3_place.url, s3_place.storage_options, target))
-            process.start()
-            try:
+            with launcher.running(follow, folder=tmp_path):
                 train(store, range(1 + 4 * life, 5 + 4 * life))
                 # Lets the first life begin, and kills each somewhere on its way.
                 deadline = time.monotonic() + 60
                 while not (tmp_path / "near" / "cnr.json").exists():
                     assert time.monotonic() < deadline, "the relay has not begun"
                     time.sleep(0.01)
-            finally:
-                process.kill()
-                process.join()
             with Store.open(target) as near:
                 version = near.latest_version()
                 assert bytes_of(near.snapshot()) == bytes_of(store.snapshot(version))

@@ -21,7 +21,9 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,14 +79,70 @@ class Launcher(Server):
     ) -> list[subprocess.CompletedProcess[str]]:
         """Run programs at once in a folder, and wait until all have ended. One that is out of time is killed."""
         with tempfile.TemporaryDirectory() as outputs:
-            started = [asdict(program) for program in programs]
-            codes = self.ask(folder=str(folder), outputs=outputs, timeout_s=timeout_s, programs=started)
-            return [
-                subprocess.CompletedProcess(
-                    program.arguments, code, *(Path(outputs, f"{number}.{name}").read_text() for name in ("out", "err"))
-                )
-                for number, (program, code) in enumerate(zip(programs, codes, strict=True))
-            ]
+            return self._run(programs, folder, Path(outputs), timeout_s)
+
+    @contextmanager
+    def running(self, program: Program, *, folder: str | Path) -> Iterator[Running]:
+        """Run a program in a folder while the context is open, and kill it then; meanwhile no other can be run."""
+        with tempfile.TemporaryDirectory() as outputs, ThreadPoolExecutor(1) as waiting:
+            ended = waiting.submit(self._run, [program], folder, Path(outputs), 200.0)
+            running = Running(Path(outputs), ended)
+            try:
+                yield running
+            finally:
+                running.kill()
+                ended.result()
+
+    def _run(
+        self, programs: Sequence[Program], folder: str | Path, outputs: Path, timeout_s: float
+    ) -> list[subprocess.CompletedProcess[str]]:
+        started = [asdict(program) for program in programs]
+        codes = self.ask(folder=str(folder), outputs=str(outputs), timeout_s=timeout_s, programs=started)
+        return [
+            subprocess.CompletedProcess(
+                program.arguments, code, *((outputs / f"{number}.{name}").read_text() for name in ("out", "err"))
+            )
+            for number, (program, code) in enumerate(zip(programs, codes, strict=True))
+        ]
+
+
+class Running:
+    """A program that a launcher runs."""
+
+    def __init__(self, outputs: Path, ended: Future[list[subprocess.CompletedProcess[str]]]) -> None:
+        self._outputs, self._ended = outputs, ended
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has."""
+        return self._ended.done()
+
+    @property
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self._text("out")
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal; if it has just been started, wait for it."""
+        while not (pid := self._text("pid")):
+            assert not self.has_ended
+            time.sleep(0.001)
+        os.kill(int(pid), number)
+
+    def kill(self) -> None:
+        """Kill it, if it has not ended."""
+        if not self.has_ended:
+            with suppress(ProcessLookupError):
+                self.send(signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Wait until it has ended, and return its exit code, minus the signal that ended it."""
+        (ended,) = self._ended.result()
+        return ended.returncode
+
+    def _text(self, name: str) -> str:
+        path = self._outputs / f"0.{name}"
+        return path.read_text() if path.exists() else ""
 
 
 def _serve(commands: Iterable[str]) -> dict[str, Any] | None:
@@ -100,6 +158,7 @@ def _serve(commands: Iterable[str]) -> dict[str, Any] | None:
                     os.dup2(file, descriptor)
                     os.close(file)
                 return {"folder": job["folder"], **program}
+            Path(job["outputs"], f"{number}.pid").write_text(str(child))
             children.append(child)
         print(json.dumps(_wait(children, time.monotonic() + job["timeout_s"])), flush=True)  # noqa: T201
     return None

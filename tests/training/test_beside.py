@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fsspec.exceptions import FSTimeoutError
 
 from cnr_store import BackgroundSaveFailed, Conflict, RetentionPolicy, Store, collect_garbage
@@ -25,11 +24,11 @@ from cnr_store.storage import storage_from_filesystem
 from cnr_store.store.internals import StoreInternals
 from cnr_store.training import CheckpointManager
 from tests.support.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem
+from tests.support.launcher import Launcher, Program
 from tests.support.ranks import ThreadRank, on_ranks
 from tests.training import runs
 from tests.training.runs import Training, assert_same, manager_of, uninterrupted
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 KIND = "rowwise_adagrad"
 PROCESS = f"host {socket.gethostname()}, process {os.getpid()}, at 20"
 
@@ -52,12 +51,13 @@ def files_of(url: str) -> dict[str, str]:
 
 
 TRAINER = """
-import sys, time
+import sys, time, torch
 from pathlib import Path
 from cnr_store import TableOptions
 from cnr_store.training import CheckpointManager, TrackingOptions
 from tests.training.runs import Training
 
+torch.set_num_threads(int(sys.argv[4]))  # those of this process: sums of more threads round otherwise
 training = Training()
 with CheckpointManager(
     sys.argv[1], model=training.model, optimizer=training.optimizers, options=TableOptions.exact(), every_steps=1,
@@ -75,23 +75,23 @@ with CheckpointManager(
 """
 
 
-def test_a_process_that_evaluates_beside_a_training_fences_it_not(url: str, tmp_path: Path) -> None:
+def test_a_process_that_evaluates_beside_a_training_fences_it_not(launcher: Launcher, url: str, tmp_path: Path) -> None:
     """It made a manager and called restore(), and the training died at its next save."""
     arrived, may_go = tmp_path / "arrived", tmp_path / "may_go"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
-    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, url, str(arrived), str(may_go)], env=environment)
-    while not arrived.exists():
-        assert trainer.poll() is None, "the training ended by itself"
-        time.sleep(0.01)
+    program = Program(["-c", TRAINER, url, str(arrived), str(may_go), str(torch.get_num_threads())])
     training = Training(KIND)
-    with manager_of(url, training) as manager:
-        restored = manager.restore()
-        assert restored is not None
-        assert restored.step == 6
-        assert_same(training.state(), uninterrupted(KIND, 6))
-        may_go.touch()
+    with launcher.running(program, folder=tmp_path) as trainer:
+        while not arrived.exists():
+            assert not trainer.has_ended, "the training ended by itself"
+            time.sleep(0.01)
+        with manager_of(url, training) as manager:
+            restored = manager.restore()
+            assert restored is not None
+            assert restored.step == 6
+            assert_same(training.state(), uninterrupted(KIND, 6))
+            may_go.touch()
 
-        assert trainer.wait(120) == 0
+            assert trainer.wait() == 0
 
     with Store.open(url) as store:
         assert store.snapshot().step == 8

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cnr_store import Store
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.training import CheckpointManager, SavePolicy, TrackingOptions
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem, SimulatedCrash
+from tests.support.launcher import Launcher, Program, Running
 from tests.training.runs import KeyedTraining, Training, assert_same, go_on, manager_of, uninterrupted
 
 STEPS = 7
 RETRY = RetryPolicy(deadline_s=0.2, first_delay_s=0.001, max_delay_s=0.01)
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def open_on(fs: FaultyFileSystem) -> Store:
@@ -95,11 +95,12 @@ def test_killed_at_every_storage_call_and_restored_is_uninterrupted(policy: Any)
 
 
 PROGRAM = """
-import sys
+import sys, torch
 from cnr_store import TableOptions
 from cnr_store.training import CheckpointManager, SavePolicy, TrackingOptions
 from tests.training.runs import Training
 
+torch.set_num_threads(int(sys.argv[3]))  # those of this process: sums of more threads round otherwise
 training = Training()
 manager = CheckpointManager(
     sys.argv[1], model=training.model, optimizer=training.optimizers, options=TableOptions.exact(), every_steps=1,
@@ -113,17 +114,18 @@ manager.close()
 """
 
 
-def start(url: Path, steps: int) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(url), str(steps)], stdout=subprocess.DEVNULL, env=environment
-    )
+@contextmanager
+def started(launcher: Launcher, folder: Path) -> Iterator[Running]:
+    """Train for ever in a process of its own, and save to ``folder/store``."""
+    program = Program(["-c", PROGRAM, str(folder / "store"), "10000", str(torch.get_num_threads())])
+    with launcher.running(program, folder=folder) as child:
+        yield child
 
 
-def wait_for_commits(url: Path, count: int, child: subprocess.Popen[bytes]) -> None:
+def wait_for_commits(url: Path, count: int, child: Running) -> None:
     deadline = time.monotonic() + 120
     while len(list((url / "commits").glob("*.json"))) < count:
-        assert child.poll() is None, "the training ended by itself"
+        assert not child.has_ended, "the training ended by itself"
         assert time.monotonic() < deadline
         time.sleep(0.002)
 
@@ -138,11 +140,11 @@ def continue_from(url: Path, steps: int) -> tuple[Training, int]:
     return training, restored.step
 
 
-def test_a_training_killed_with_sigkill_goes_on_from_its_last_commit(tmp_path: Path) -> None:
-    child = start(tmp_path / "store", 10_000)
-    wait_for_commits(tmp_path / "store", 6, child)
-    child.send_signal(signal.SIGKILL)
-    assert child.wait(60) == -signal.SIGKILL
+def test_a_training_killed_with_sigkill_goes_on_from_its_last_commit(launcher: Launcher, tmp_path: Path) -> None:
+    with started(launcher, tmp_path) as child:
+        wait_for_commits(tmp_path / "store", 6, child)
+        child.send(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
 
     training, step = continue_from(tmp_path / "store", 3)
 
@@ -150,11 +152,11 @@ def test_a_training_killed_with_sigkill_goes_on_from_its_last_commit(tmp_path: P
     assert_same(training.state(), uninterrupted("rowwise_adagrad", step + 3))
 
 
-def test_sigterm_saves_the_last_step_and_ends_the_process(tmp_path: Path) -> None:
-    child = start(tmp_path / "store", 10_000)
-    wait_for_commits(tmp_path / "store", 4, child)
-    child.send_signal(signal.SIGTERM)
-    assert child.wait(60) == 128 + signal.SIGTERM
+def test_sigterm_saves_the_last_step_and_ends_the_process(launcher: Launcher, tmp_path: Path) -> None:
+    with started(launcher, tmp_path) as child:
+        wait_for_commits(tmp_path / "store", 4, child)
+        child.send(signal.SIGTERM)
+        assert child.wait() == 128 + signal.SIGTERM
 
     training, step = continue_from(tmp_path / "store", 2)
 
