@@ -151,8 +151,11 @@ def test_output_that_cannot_be_written_is_an_error_with_its_own_code(root: Path,
     assert done.stderr == "error: [Errno 28] No space left on device\n"
 
 
-def test_a_closed_pipe_ends_with_141_and_no_message(root: Path) -> None:
-    script = f"from cnr_store_tools.cli import main; import sys; sys.argv = ['cnr', 'log', {str(root)!r}]; main()"
+@pytest.mark.parametrize("command", ["log", "--help", "help of log", "--version"])
+def test_a_closed_pipe_ends_with_141_and_no_message(root: Path, command: str) -> None:
+    """The help of the whole program, which is printed while arguments are parsed, once ended with 1."""
+    argv = {"log": ["log", str(root)], "help of log": ["log", "--help"]}.get(command, [command])
+    script = f"from cnr_store_tools.cli import main; import sys; sys.argv = {['cnr', *argv]!r}; main()"
     receiver, sender = os.pipe()
     os.close(receiver)
 
@@ -265,3 +268,9 @@ def test_without_a_command_the_help_is_printed() -> None:
 
     assert done.code == 0
     assert "rollback" in done.out
+
+
+def test_the_list_of_commands_cuts_no_sentence_off_at_80_columns() -> None:
+    _, commands = cnr("--help", columns=80).out.split("Commands:")
+
+    assert "..." not in commands

@@ -211,18 +211,30 @@ class _ReaderGone(Exception):
     """The reader of the output has closed it. No OSError, because typer exits with 1 on those."""
 
 
+@contextmanager
+def _reader_checked() -> Iterator[None]:
+    """Raise `_ReaderGone` if the block prints what nobody reads."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise _ReaderGone from error
+        raise
+
+
 class GuardedGroup(TyperGroup):
     """The group of all commands; `guarded` handles all their errors."""
 
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        """Parse the arguments; prints the help, if they ask for it."""
+        with _reader_checked():
+            return super().make_context(*args, **options)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command, and flush what it printed."""
-        try:
+        with _reader_checked():
             result = super().invoke(ctx)
             sys.stdout.flush()
-        except OSError as error:
-            if error.errno == errno.EPIPE:
-                raise _ReaderGone from error
-            raise
         return result
 
     def main(  # type: ignore[override] # narrower than click's overloads, which differ only by standalone_mode

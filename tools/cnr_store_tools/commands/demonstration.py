@@ -36,7 +36,7 @@ def demo(
     force: Annotated[bool, typer.Option("--force", help="Replace a store that is not from a demo.")] = False,
     json: Json = False,
 ) -> None:
-    """Train a small model, kill it during a save, restore, finish, and compare."""
+    """Train a small model, kill it during a save, and resume it. Compares the result with an unkilled training."""
     if exact and bits is not None:
         raise BadInput("give --exact or --bits, not both")
     width = check_bits(DEFAULT_BITS if bits is None else bits)

@@ -55,7 +55,7 @@ def changes(
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Report which rows change, version by version: counts, files for a query engine, or every row."""
+    """Report which rows change, version by version. Prints counts or every row, or writes files for a query engine."""
     from cnr_store import changes as streams
 
     kind, folder = _target(to)

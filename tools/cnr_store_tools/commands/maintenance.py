@@ -105,7 +105,7 @@ def compact(
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Merge deltas until restores are fast enough; writers continue. Exit code 9 if the budget ended it."""
+    """Merge deltas until restores are fast enough. Writers continue. Exit code 9 if the budget ended it."""
     policy = CompactionPolicy(max_chain=max_chain, max_restore_ratio=max_restore_ratio, fanout=fanout)
     with open_store(url, storage_option, branch) as store, progress_bars() as progress:
         reports = compact_store(
@@ -144,7 +144,7 @@ def gc(
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Expire versions and delete unneeded data of the store and its branches. A dry run explains each decision."""
+    """Expire versions, and delete what no version needs. Also in branches. A dry run explains each decision."""
     policy = _retention(keep_last, keep_within, keep_every, keep_best)
     with open_store(url, storage_option) as store, progress_bars() as progress:
         report = collect_garbage(
@@ -180,7 +180,7 @@ def maintain_(
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Compact, expire and delete in the store and its branches; run it from cron. Exit code 9: more to do."""
+    """Compact, expire and delete in the store and its branches. Run it from cron. Exit code 9: more to do."""
     policy = CompactionPolicy(max_chain=max_chain, max_restore_ratio=max_restore_ratio, fanout=fanout)
     retention = _retention(keep_last, keep_within, keep_every, keep_best)
     with open_store(url, storage_option) as store, progress_bars() as progress:
@@ -245,7 +245,7 @@ def metrics(
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Print the store's Prometheus metrics, or serve them over HTTP. With --json: what they are made of."""
+    """Print the store's Prometheus metrics, or serve them by HTTP. With --json: what they are made of."""
     address = None if listen is None else parse_address(listen)
     if json and address is not None:
         raise BadInput("give --listen or --json, not both")

@@ -45,13 +45,13 @@ def tag(
 
 
 def list_tags(url: Url, branch: Branch = None, storage_option: StorageOptions = None, json: Json = False) -> None:
-    """List the tags: their versions, with the training step and the time of each."""
+    """List the tags: the version, step and time of each."""
     with open_store(url, storage_option, branch) as store:
         _emit_names(store, "tag", store.tags(), as_json=json)
 
 
 def list_channels(url: Url, branch: Branch = None, storage_option: StorageOptions = None, json: Json = False) -> None:
-    """List the channels: the versions that they point to, with the training step and the time of each."""
+    """List the channels: the version, step and time of each."""
     with open_store(url, storage_option, branch) as store:
         _emit_names(store, "channel", store.channels(), as_json=json)
 
@@ -108,7 +108,7 @@ def rollback(
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Make an older version's state the newest; nothing is deleted."""
+    """Make an older version's state the newest. Deletes nothing."""
     with open_store(url, storage_option, branch) as store:
         target = named_version(store, version, step, tag)
         if target is None:
@@ -134,7 +134,7 @@ def fork(
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Create a branch with its own log from a version; nothing is copied."""
+    """Create a branch with its own log from a version. Copies nothing."""
     expires_s = optional_duration(expires, "--expires")
     with open_store(url, storage_option) as store:
         store.fork(name, named_version(store, version, step, tag), expires_s=expires_s).close()
@@ -166,14 +166,14 @@ def list_branches(url: Url, storage_option: StorageOptions = None, json: Json = 
 
 
 def drop_branch(url: Url, name: BranchName, storage_option: StorageOptions = None, json: Json = False) -> None:
-    """Drop a branch: its writers are fenced, its versions cannot be read, and `cnr gc` deletes what only they need."""
+    """Drop a branch. Its writers are fenced, its versions cannot be read, and `cnr gc` deletes what only they need."""
     with open_store(url, storage_option) as store:
         store.drop_branch(name)
     emit_message(f"dropped branch {name}", {"url": store.url, "branch": name}, as_json=json)
 
 
 def cursors(url: Url, storage_option: StorageOptions = None, json: Json = False) -> None:
-    """List the registered consumers: the version that each has read, when it was updated, and its expiry."""
+    """List the registered consumers. Prints the version that each has read, when it was updated, and its expiry."""
     with open_store(url, storage_option) as store:
         found = _cursors(store)
     rows = [item | {"until": until_text(item["expires_ms"], "dropped")} for item in found]

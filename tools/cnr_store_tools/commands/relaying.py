@@ -68,7 +68,7 @@ def relay(
     target_option: TargetOptions = None,
     json: Json = False,
 ) -> None:
-    """Keep a copy of a store's newest versions elsewhere, for many readers. Runs until stopped; that is always safe.
+    """Keep a copy of a store's newest versions for many readers. Runs until stopped; that is always safe.
 
     Prints a line for each round that copied something, with --json a document per line. Reports failures and retries.
     """

@@ -25,7 +25,7 @@ def report(
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Write an HTML page about a store: bytes, rows, restores, tables, names, damage; one file, no network."""
+    """Write an HTML page about a store. One file, which loads nothing: bytes, rows, restores, tables, names, damage."""
     with open_store(url, storage_option, branch) as store:
         facts = read_facts(store, verify=verify)
     text = report_html(facts)

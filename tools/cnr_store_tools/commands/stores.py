@@ -116,7 +116,7 @@ def show(
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Show a version: its tables, its chain, and its bytes by kind (rows, codes, slots, ...)."""
+    """Show a version: its tables, its chain, and its bytes by kind."""
     with open_store(url, storage_option, branch) as store:
         document = _version(store, store.snapshot(version, step=step, tag=tag, channel=channel))
     emit(document, _version_parts(document), as_json=json)
@@ -237,7 +237,7 @@ def diff(
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Compare the tables of two versions: changed rows, norms, and the bytes that only the later one needs."""
+    """Compare the tables of two versions. Prints changed rows, norms, and the bytes that only the later one needs."""
     with open_store(url, storage_option, branch) as store:
         old, new = store.snapshot(before), store.snapshot(after)
         known = {entry.seg for entry in old.record.chain}

@@ -74,7 +74,7 @@ def export(
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
-    """Write a version's tensors to safetensors, Parquet or npy files."""
+    """Write a version's tensors to safetensors, Parquet or npy."""
     chosen = format or _SUFFIXES.get(path.suffix, "safetensors")
     with open_store(url, storage_option, branch) as store, progress_bars() as progress:
         snapshot = store.snapshot(version, step=step, tag=tag, channel=channel)
@@ -249,7 +249,7 @@ def copy(
     target_option: TargetOptions = None,
     json: Json = False,
 ) -> None:
-    """Make an independent store, with a new uuid, of a version or of all. Of a relay too, if its source is lost.
+    """Make an independent store of a version, or of all. It has a new uuid. A relay can be copied too.
 
     Checks every object while it copies it. After a failure or kill run it again: it continues.
     """
@@ -270,7 +270,7 @@ def promote(
     target_option: TargetOptions = None,
     json: Json = False,
 ) -> None:
-    """Make a writable store, with a new uuid, of a relay whose source is lost: a copy of all that the relay has.
+    """Make a writable store of a relay whose source is lost. It has a new uuid, and all that the relay has.
 
     The relay stays as it is. After a failure or kill run it again: it continues.
     """
