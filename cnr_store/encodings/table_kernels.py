@@ -8,8 +8,6 @@ id of the first of them. Values and mirrors are C-contiguous, ``(count, d)`` and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -32,13 +30,12 @@ _INFINITE = np.int32(0x7F800000)
 def parts_of(
     starts: npt.NDArray[np.int64],
     counts: npt.NDArray[np.int64],
-    values: Sequence[int] | int,
-    places: Sequence[tuple[int, ...]],
+    values: npt.NDArray[np.int64] | int,
+    places: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.int64]:
-    """Return a line per table; ``values``: the addresses, 0 without. ``places``: what a line has of each mirror."""
+    """Return a line per table; ``values``: the addresses, 0 without. ``places``: (n, 4), what it has of each mirror."""
     parts = np.empty((len(places), PART_FIELDS), np.int64)
-    parts[:, 0], parts[:, 1], parts[:, 2] = starts, counts, values
-    parts[:, 3:] = np.fromiter(chain.from_iterable(places), np.int64, 4 * len(places)).reshape(-1, 4)
+    parts[:, 0], parts[:, 1], parts[:, 2], parts[:, 3:] = starts, counts, values, places
     return parts
 
 

@@ -10,18 +10,17 @@ section 4, rule 3).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.encodings import digest, kernels, table_kernels, widths
+from cnr_store.encodings import digest, kernels, widths
 from cnr_store.encodings.widths import as_columns
-from cnr_store.runtime.addresses import address_of
 from cnr_store.runtime.threads import Workers
-from cnr_store.segment.codes import Array, ArraySpec, ArraySpecs, Differences, TableCodes, escape_bits
+from cnr_store.segment.codes import Array, ArraySpec, ArraySpecs, TableCodes, escape_bits
 from cnr_store.types import Lattice, RowIds
 from cnr_store.write.encode import (
     ENCODE_ROWS,
@@ -99,34 +98,21 @@ _WIDTHS = ((np.dtype(np.int16), _INT16_MAX), (np.dtype(np.int32), 2**31 - 1))
 class EncodedRows(msgspec.Struct, eq=False, gc=False):
     """What one save does to a table's rows: lists by operation, and the state digest they lead to.
 
-    ``specs``: the arrays of the rows. ``digest`` is None for tables without a mirror. ``run``: the ``add`` lists of
-    several tables end to end, of which rows [start, stop) are all that this table has; ``own`` are the lists without.
+    ``specs``: the arrays of the rows. ``digest`` is None for tables without a mirror.
     """
 
     specs: Mapping[str, ArraySpec]
-    own: dict[str, EncodedList] = {}
+    lists: dict[str, EncodedList] = {}
     digest: int | None = None
-    run: EncodedList | None = None
-    start: int = 0
-    stop: int = 0
-
-    @property
-    def lists(self) -> dict[str, EncodedList]:
-        """The lists by operation; those of a run are cut out by each call."""
-        if self.run is None:
-            return self.own
-        return {"add": self.run.between(self.start, self.stop)} if self.count else {}
 
     @property
     def count(self) -> int:
         """Rows in all lists."""
-        if self.run is None:
-            return sum(len(item.row_ids) for item in self.own.values())
-        return self.stop - self.start
+        return sum(len(item.row_ids) for item in self.lists.values())
 
 
-def encode_touched(touched: Sequence[TouchedTable], *, absolute: bool, workers: Workers) -> list[EncodedRows]:
-    """Encode touched rows against their mirrors: ``add`` where one has codes, else ``set``. Blocks.
+def encode_alone(touched: TouchedTable, *, absolute: bool, workers: Workers) -> EncodedRows:
+    """Encode touched rows against their mirror: ``add`` where it has codes, else ``set``. Blocks.
 
     Rows whose every code is unchanged leave.
 
@@ -140,30 +126,6 @@ def encode_touched(touched: Sequence[TouchedTable], *, absolute: bool, workers: 
     NonFiniteValues
         Names the table and the first row.
     """
-    together: dict[int, tuple[tuple[Differences, ...], list[int]]] = {}
-    for number, one in enumerate(touched):
-        arrays = None if absolute else _shared_call(one)
-        if arrays is not None:
-            together.setdefault(id(arrays), (arrays, []))[1].append(number)
-    runs = [
-        (arrays, run)
-        for arrays, numbers in together.values()
-        if len(numbers) > 1
-        for run in _runs(numbers, [len(touched[number].row_ids) for number in numbers])
-    ]
-    results = workers.run(partial(_encode_run, arrays, [touched[k] for k in run]) for arrays, run in runs)
-    encoded: list[EncodedRows | None] = [None] * len(touched)
-    for (_, run), found in zip(runs, results, strict=True):
-        for number, rows in zip(run, found, strict=True):
-            encoded[number] = rows
-    return [
-        encode_alone(one, absolute=absolute, workers=workers) if rows is None else rows
-        for one, rows in zip(touched, encoded, strict=True)
-    ]
-
-
-def encode_alone(touched: TouchedTable, *, absolute: bool, workers: Workers) -> EncodedRows:
-    """Return what `encode_touched` does of one table."""
     try:
         return _encode(EncodedRows(touched.specs), touched, absolute, workers)
     except FoundBadRows:
@@ -317,78 +279,6 @@ def _leaving(mirror: TableCodes, rows: RowIds) -> int:
         )
         total += mirror.escape_digest(gone, multipliers)
     return -total
-
-
-def _runs(items: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """Cut into runs of about `ENCODE_ROWS` rows: tasks of a thread."""
-    runs: list[list[int]] = []
-    left = 0
-    for item, count in zip(items, counts, strict=True):
-        if left <= 0:
-            runs.append([])
-            left = ENCODE_ROWS
-        runs[-1].append(item)
-        left -= count
-    return runs
-
-
-def _shared_call(one: TouchedTable) -> tuple[Differences, ...] | None:
-    """The arrays of a table whose rows can be encoded with others; None where they go alone."""
-    mirror, arrays = one.mirror, one.specs.differences
-    if arrays is None or mirror is None or mirror.status is not None or not 0 < len(one.row_ids) < ENCODE_ROWS:
-        return None
-    for name, values in one.values.items():
-        held = mirror.arrays.get(name)
-        if held is None or not (values.flags.c_contiguous and held.flags.c_contiguous) or values.dtype != _FLOAT32:
-            return None
-    return arrays
-
-
-def _encode_run(arrays: Sequence[Differences], run: Sequence[TouchedTable]) -> list[EncodedRows | None]:
-    """Encode tables with the same arrays; None for one that has to go alone: bad rows, or differences beyond int16."""
-    rows = np.concatenate([one.row_ids for one in run])
-    mirrors = [one.mirror for one in run if one.mirror is not None]
-    counts = np.array([len(one.row_ids) for one in run], np.int64)
-    starts = np.cumsum(counts) - counts
-    flags = np.zeros(len(rows), np.uint8)
-    change, most = np.zeros(len(run), np.uint64), np.zeros(len(run), np.int64)
-    coded: dict[str, Array] = {}
-    for array in arrays:
-        name = array.name
-        values = [address_of(one.values[name]) for one in run]
-        places = [mirror.place_of(name) for mirror in mirrors]
-        parts = table_kernels.parts_of(starts, counts, values, places)
-        out, found = np.empty((len(rows), array.width), np.int16), np.empty((len(run), 2), np.int64)
-        multipliers = run[0].specs[name].multipliers
-        if array.shift is None:
-            scales = np.array([_scale(one.specs[name]) for one in run], np.float32)
-            table_kernels.lattice_deltas(parts, rows, scales, multipliers, out, flags, found)
-        else:
-            table_kernels.float_bits_deltas(parts, rows, array.shift, multipliers, out, flags, found)
-        change += found[:, 1].view(np.uint64)
-        np.maximum(most, found[:, 0], out=most)
-        coded[name] = out.reshape(-1) if array.is_vector else out
-    alone = (most > _INT16_MAX) | (np.maximum.reduceat(flags, starts) > 1)
-    is_kept = (flags == 1) & ~np.repeat(alone, counts)
-    if not is_kept.all():
-        kept = np.flatnonzero(is_kept)
-        counts = np.add.reduceat(is_kept, starts, dtype=np.int64)
-        rows, coded = rows[kept], {name: array[kept] for name, array in coded.items()}
-    joined, ends = EncodedList(rows, coded), np.cumsum(counts)
-    digests = np.array([one.base_digest or 0 for one in run], np.uint64) + change  # modulo 2^64, as `add_digests`
-    return [
-        None if goes_alone else EncodedRows(
-            one.specs, {}, None if one.base_digest is None else after, joined, start, stop
-        )
-        for one, start, stop, goes_alone, after in zip(
-            run, (ends - counts).tolist(), ends.tolist(), alone.tolist(), digests.tolist(), strict=True
-        )
-    ]  # fmt: skip
-
-
-def _scale(spec: ArraySpec) -> float:
-    assert isinstance(spec.encoding, Lattice)
-    return spec.encoding.scale
 
 
 def options_on_bad_rows(options: TableOptions | None) -> OnBadRows:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from cnr_store.encodings import row_kernels, table_kernels
+from cnr_store.encodings import row_kernels
 from cnr_store.encodings.widths import as_columns, narrowest
 from cnr_store.errors import BadInput
 from cnr_store.format.records import TableSchema
@@ -22,6 +23,7 @@ from cnr_store.runtime.threads import Workers, blocks
 from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, TASK_ROWS, Allocate, Array, TableCodes
 from cnr_store.segment.shards import Shard
 from cnr_store.types import MAX_CODE, Lattice, RowIds
+from cnr_store.write.alike_shards import Held, ShardLines
 from cnr_store.write.delta_rows import EncodedRows
 from cnr_store.write.encode import ENCODE_ROWS, EncodedList, put_escapes
 from cnr_store.write.keyed_mirrors import KeyedMirror, mirrored_arrays
@@ -34,7 +36,7 @@ MirrorMode = Literal["memory", "mmap", "none"]
 HeldMirrors = Mapping[Shard, tuple[TableCodes, int | None]]
 """Mirrors with their digests, by shard."""
 
-_NONE: tuple[None, None] = (None, None)
+_NONE: Held = (None, None)
 
 
 def check_mirror_folder(mode: MirrorMode, folder: str | None) -> None:
@@ -62,6 +64,7 @@ class Mirrors:
         self._held: dict[Shard, tuple[TableCodes, int | None]] = {}
         self._staged: dict[Shard, tuple[TableCodes, int]] = {}
         self._keyed: dict[Shard, KeyedMirror] = {}
+        self.lines = ShardLines()
 
     def __contains__(self, shard: Shard) -> bool:
         return shard in self._held
@@ -87,6 +90,12 @@ class Mirrors:
             return self._staged[shard]
         return self._held.get(shard, _NONE)
 
+    def of_many(self, shards: Sequence[Shard]) -> list[Held]:
+        """Return `with_digest` of each shard."""
+        if self._staged:
+            return [self.with_digest(shard) for shard in shards]
+        return [*map(self._held.get, shards, repeat(_NONE))]
+
     def committed_digest(self, shard: Shard) -> int | None:
         """Return the state digest of the head's state, without a staged resize."""
         return self._held.get(shard, _NONE)[1]
@@ -100,6 +109,10 @@ class Mirrors:
     def put(self, shard: Shard, codes: TableCodes, digest: int | None) -> None:
         """Set a shard's mirror and digest."""
         self._held[shard] = codes, digest
+
+    def put_many(self, shards: Sequence[Shard], codes: Sequence[TableCodes], digests: Sequence[int | None]) -> None:
+        """Set mirrors and digests of shards."""
+        self._held.update(zip(shards, zip(codes, digests, strict=True), strict=True))
 
     def keyed(self, shard: Shard) -> KeyedMirror | None:
         """Return the mirror of a table of hashed keys; None if no key of it is here."""
@@ -185,6 +198,7 @@ class Mirrors:
         """
         self.is_complete = False
         self._held.pop(shard, None)
+        self.lines.clear()
 
     def stage(self, shard: Shard, codes: TableCodes, digest: int) -> None:
         """Make this the mirror that a shard has in the open transaction, and the shard's once it has won."""
@@ -242,10 +256,12 @@ class Mirrors:
         """Apply staged sizes and scales to the mirrors, after the commit won."""
         for shard, (codes, digest) in self._staged.items():
             self.put(shard, codes, digest)
-        self._staged.clear()
+        self.drop_staged()
 
     def drop_staged(self, shard: Shard | None = None) -> None:
         """Forget a shard's staged size or scale; those of all, where the transaction lost."""
+        if self._staged:
+            self.lines.clear()
         if shard is None:
             self._staged.clear()
         else:
@@ -261,11 +277,13 @@ class Mirrors:
 
     def forget(self, shard: Shard) -> None:
         """Drop a shard's mirror: its new encoding has none."""
+        self.lines.clear()
         self._held.pop(shard, None)
         self._keyed.pop(shard, None)
 
     def clear(self) -> None:
         """Free everything."""
+        self.lines.clear()
         self.is_complete = True
         self._held.clear()
         self._staged.clear()
@@ -278,16 +296,10 @@ class Mirrors:
 def apply_rows(changes: Iterable[tuple[EncodedRows, TableCodes]], workers: Workers) -> None:
     """Move mirrors to encoded rows; call once, after the commit has won. Blocks; runs on ``workers``.
 
-    Of one mirror all changes are in other rows. Tables of one run move by one call, as `apply_alone` moves each.
+    Of one mirror all changes are in other rows.
     """
-    together: dict[int, list[tuple[EncodedRows, TableCodes]]] = {}
     for encoded, mirror in changes:
-        if encoded.run is None:
-            apply_alone(encoded, mirror, workers)
-        elif encoded.stop > encoded.start:
-            together.setdefault(id(encoded.run), []).append((encoded, mirror))
-    for own in together.values():
-        _add_together(own, workers)
+        apply_alone(encoded, mirror, workers)
 
 
 def apply_alone(encoded: EncodedRows, mirror: TableCodes, workers: Workers) -> None:
@@ -296,36 +308,15 @@ def apply_alone(encoded: EncodedRows, mirror: TableCodes, workers: Workers) -> N
         status = {"add": CODED, "set": CODED, "delete": ABSENT, "escape": ESCAPED}[operation]
         if operation in ("add", "set"):
             for name in mirror.arrays:
-                _move(mirror, name, item, workers, adds=operation == "add")
+                move_array(mirror, name, item, workers, adds=operation == "add")
         if operation != "add":
             mirror.mark(item.row_ids, status)
         if operation == "escape":
             put_escapes(mirror.escapes, item, mirror.arrays)
 
 
-def _add_together(own: Sequence[tuple[EncodedRows, TableCodes]], workers: Workers) -> None:
-    """Move mirrors to their rows of one run."""
-    run = own[0][0].run
-    assert run is not None  # asked before
-    mirrors = [mirror for _, mirror in own]
-    starts = np.array([encoded.start for encoded, _ in own], np.int64)
-    counts = np.array([encoded.stop for encoded, _ in own], np.int64) - starts
-    for name in mirrors[0].arrays:
-        parts = table_kernels.parts_of(starts, counts, 0, [mirror.place_of(name) for mirror in mirrors])
-        is_wrapping = np.zeros(len(own), np.bool_)
-        if not isinstance(mirrors[0].specs[name].encoding, Lattice):
-            is_wrapping = parts[:, table_kernels.CODE_BYTES] == np.dtype(np.int32).itemsize
-        for number in np.flatnonzero(is_wrapping).tolist():
-            _move(mirrors[number], name, own[number][0].lists["add"], workers, adds=True)
-        others = np.flatnonzero(~is_wrapping)
-        reached = np.empty(len(others), np.int64)
-        table_kernels.add_to_mirrors(parts[others], run.row_ids, as_columns(run.arrays[name]), reached)
-        for number, stop in zip(others[reached >= 0].tolist(), reached[reached >= 0].tolist(), strict=True):
-            added = own[number][0].lists["add"]
-            _finish_move(mirrors[number], name, added, [(stop, len(added.row_ids))], adds=True)
-
-
-def _move(mirror: TableCodes, name: str, item: EncodedList, workers: Workers, *, adds: bool) -> None:
+def move_array(mirror: TableCodes, name: str, item: EncodedList, workers: Workers, *, adds: bool) -> None:
+    """Add the codes of a list to one array of a mirror, or put them there."""
     codes = np.ascontiguousarray(as_columns(item.arrays[name]))
     held = mirror.arrays[name]
     kernel: Callable[..., int] = row_kernels.add_codes if adds else row_kernels.put_codes
@@ -344,7 +335,7 @@ def _move(mirror: TableCodes, name: str, item: EncodedList, workers: Workers, *,
     reached = workers.run_blocks(move, len(codes), ENCODE_ROWS)
     rest = [(done, stop) for done, (_, stop) in zip(reached, ranges, strict=True) if done < stop]
     if rest:
-        _finish_move(mirror, name, item, rest, adds=adds)
+        finish_move(mirror, name, item, rest, adds=adds)
 
 
 def _wraps(mirror: TableCodes, name: str) -> bool:
@@ -352,7 +343,7 @@ def _wraps(mirror: TableCodes, name: str) -> bool:
     return mirror.arrays[name].dtype == np.int32 and not isinstance(mirror.specs[name].encoding, Lattice)
 
 
-def _finish_move(
+def finish_move(
     mirror: TableCodes, name: str, item: EncodedList, rest: Sequence[tuple[int, int]], *, adds: bool
 ) -> None:
     """Widen a mirror's array and move positions ``(start, stop)`` of a list, at whose first the kernel stopped."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -13,25 +15,21 @@ from cnr_store.errors import BadInput, BadRowIds, BadShape, DoesNotApply
 from cnr_store.format.layout import check_name
 from cnr_store.format.records import ListLine, Manifest, PartLine, TableSchema
 from cnr_store.read.changed_rows import rows_since
-from cnr_store.segment.codes import Array, TableCodes, array_specs
+from cnr_store.segment.codes import Array, ArraySpec, TableCodes, array_specs
 from cnr_store.segment.groups import RowList, order_of
 from cnr_store.segment.reader import SegmentReader
-from cnr_store.segment.shards import Shard
+from cnr_store.segment.shards import KeyShare, Shard
 from cnr_store.segment.writer import SegmentWriter
 from cnr_store.types import Rectangle, RowIds
 from cnr_store.write.baseline_rows import EncodedTable, encode_mirror, encode_table, is_fully_mirrored, scan_table
-from cnr_store.write.delta_rows import (
-    EncodedRows,
-    TouchedTable,
-    encode_delete,
-    encode_touched,
-    options_on_bad_rows,
-)
+from cnr_store.write.delta_rows import EncodedRows, TouchedTable, encode_alone, encode_delete, options_on_bad_rows
 from cnr_store.write.encode import EncodedList, RowUpdate, check_arrays, own_row_ids, refused_rows
+from cnr_store.write.joined_rows import EncodedRun, JoinedRows
 from cnr_store.write.keyed_mirrors import KeyedMirror
 from cnr_store.write.mirrors import Mirrors, apply_rows
 from cnr_store.write.schema_changes import SchemaChanges
 from cnr_store.write.schema_choice import checked_size, table_dtype
+from cnr_store.write.staged_runs import StagedRuns, encode_groups, plan_rows
 from cnr_store.write.table_options import TableOptions
 from cnr_store.write.writer_state import SegmentDraft, WriterState
 
@@ -59,40 +57,40 @@ class PartWriter:
             if row_list is not None:
                 entries[operation] = self.out.write_row_list(operation, row_list)
 
-    def write_lists(self, changed: Mapping[Shard, Sequence[EncodedRows]]) -> None:
-        """Write the row lists of a delta; a shard without any gets no object."""
-        runs: dict[int, list[tuple[Shard, EncodedRows]]] = {}
-        for shard, changes in changed.items():
-            # Parts stand in the order of their rows in each group, so lists of one shard are written one by one.
-            if len(changes) == 1 and changes[0].run is not None and changes[0].count:
-                runs.setdefault(id(changes[0].run), []).append((shard, changes[0]))
-                continue
+    def write_lists(self, changed: Mapping[Shard, Sequence[EncodedRows]], runs: Iterable[EncodedRun] = ()) -> None:
+        """Write the row lists of a delta; a shard without any gets no object.
+
+        Parts stand in the order of their rows in each group, so lists of one shard are written one after the other.
+        """
+        together: list[EncodedRun] = []
+        changes_of = {shard: [*changes] for shard, changes in changed.items()}
+        for run in runs:
+            joined = _row_list("add", run.specs[0], run.rows)
+            has_others = not changes_of.keys().isdisjoint(run.shards)
+            if has_others or run.counts.max() >= joined.full_chunk_rows:
+                for shard in run.shards:
+                    changes_of.setdefault(shard, []).extend(one for one in [run.of(shard)] if one is not None)
+            elif joined.count:
+                together.append(run)
+        for shard, changes in changes_of.items():
             entries = self.entries.setdefault(shard, {})
             for encoded in changes:
                 for operation, item in encoded.lists.items():
-                    entries[operation] = self.out.write_row_list(operation, _row_list(operation, encoded, item))
-        for own in runs.values():
-            self._write_run(sorted(own, key=lambda one: one[1].start))
-
-    def _write_run(self, own: Sequence[tuple[Shard, EncodedRows]]) -> None:
-        """Write the lists of shards that have no others, of one run in its order."""
-        counts = [encoded.count for _, encoded in own]
-        first, run = own[0][1], own[0][1].run
-        assert run is not None  # asked before
-        joined = _row_list("add", first, run)
-        if sum(counts) == joined.count and max(counts) < joined.full_chunk_rows:
-            written = self.out.write_small_lists("add", joined, counts)
-        else:
-            written = [
-                self.out.write_row_list("add", _row_list("add", encoded, encoded.lists["add"])) for _, encoded in own
-            ]
-        for (shard, _), one in zip(own, written, strict=True):
-            self.entries[shard] = {"add": one}
+                    row_list = _row_list(operation, encoded.specs, item)
+                    entries[operation] = self.out.write_row_list(operation, row_list)
+        for run in together:
+            counts = run.counts.tolist()
+            filled = [*map(bool, counts)]
+            written = self.out.write_small_lists(
+                "add", _row_list("add", run.specs[0], run.rows), [*compress(counts, filled)]
+            )  # fmt: skip
+            lines = ({"add": one} for one in written)
+            self.entries.update(zip(compress(run.shards, filled), lines, strict=True))
 
 
-def _row_list(operation: str, encoded: EncodedRows, item: EncodedList) -> RowList:
+def _row_list(operation: str, specs: Mapping[str, ArraySpec], item: EncodedList) -> RowList:
     dtypes = {name: array.dtype for name, array in item.arrays.items()}
-    return item.row_list(order_of(operation, encoded.specs, dtypes))
+    return item.row_list(order_of(operation, specs, dtypes))
 
 
 class StagedTables:
@@ -107,6 +105,7 @@ class StagedTables:
         self._schemas = schemas
         self._parts = PartWriter(out)
         self._rows: dict[Shard, list[EncodedRows]] = {}
+        self._runs = StagedRuns()
         self._whole: dict[Shard, EncodedTable] = {}
         self._live: dict[Shard, RowIds] = {}
         """Shards whose mirror was read live, and their rows that could not be encoded then."""
@@ -115,7 +114,7 @@ class StagedTables:
     @property
     def written(self) -> set[str]:
         """Tables that rows were given of."""
-        return {shard.table for shard in (*self._rows, *self._whole, *self._live)}
+        return {shard.table for shard in (*self._rows, *self._runs.shards, *self._whole, *self._live)}
 
     # ---- what the caller gives
 
@@ -192,26 +191,49 @@ class StagedTables:
         self._whole[shard] = whole
         self._parts.write_table(shard, whole)
 
-    def stage_rows(self, updates: Sequence[RowUpdate]) -> list[int]:
-        """Encode touched rows of tables against their mirrors; returns how many rows of each the segment will hold."""
-        given = self._given(updates)
-        shards = [shard for shard, _ in given]
-        if len(set(shards)) < len(shards):
-            twice = next(shard for shard in shards if shards.count(shard) > 1)
+    def stage_rows(self, updates: Sequence[RowUpdate], joined: Sequence[JoinedRows] = ()) -> list[int]:
+        """Encode touched rows of tables against their mirrors; returns how many of each update the segment will hold.
+
+        ``joined`` are rows of other tables.
+        """
+        workers, mirrors, held = self._state.setup.workers, self._state.mirrors, self._state.setup.held
+        find = partial(
+            mirrors.lines.find, tables=self._schemas.tables, mirrors_of=mirrors.of_many, shard_of=held.one_of
+        )  # fmt: skip
+        plan = plan_rows(updates, joined, None if self._draft.is_one_shot else find)
+        given = self._given([update for _, update in plan.rest])
+        together, shards = plan.shards, [shard for shard, _ in given]
+        if len({*shards, *together}) < len(shards) + len(together):
+            every = [*shards, *together]
+            twice = next(shard for shard in every if every.count(shard) > 1)
             raise BadInput(f"table {twice} is given twice in one call; give its rows at once", table=twice.table)
         self._check_touched(given)
-        filled = [number for number, (_, touched) in enumerate(given) if len(touched.row_ids)]
-        encoded = encode_touched(
-            [given[number][1] for number in filled],
-            absolute=self._draft.is_one_shot, workers=self._state.setup.workers,
-        )  # fmt: skip
-        for shard in shards if len(filled) < len(shards) else ():
-            self._rows.setdefault(shard, [])
-        counts = [0] * len(updates)
-        for number, rows in zip(filled, encoded, strict=True):
-            self._keep_rows(shards[number], rows)
-            counts[number] = rows.count
-        return counts
+        if not self._begun.isdisjoint(together):
+            self._check_touched([one for group in plan.groups for one in self._given(group.updates())])
+        runs, alone = encode_groups(plan.groups, workers)
+        given += self._given([update for _, update in alone])
+        rows = [encode_alone(touched, absolute=self._draft.is_one_shot, workers=workers) for _, touched in given]
+        counts = dict.fromkeys(range(-1, len(updates)), 0)
+        for (number, _), (shard, _), encoded in zip((*plan.rest, *alone), given, rows, strict=True):
+            counts[number] = encoded.count
+            if encoded.count:
+                self._keep_rows(shard, encoded)
+            else:
+                self._rows.setdefault(shard, [])
+        for run in runs:
+            self._digests.update(zip(run.shards, run.after, strict=True))
+            counts.update(zip(run.at, run.counts.tolist(), strict=True))
+        self._runs.add(runs)
+        return [*map(counts.__getitem__, range(len(updates)))]
+
+    @property
+    def _begun(self) -> set[Shard]:
+        """Shards of which the transaction was given something."""
+        return {*self._rows, *self._runs.shards, *self._parts.entries, *self._whole}
+
+    def _changes(self, shard: Shard) -> list[EncodedRows]:
+        """What was given of the rows of a shard."""
+        return [*self._runs.of(shard), *self._rows.get(shard, [])]
 
     def changed_rows(
         self, table: str, first_row: int, values: Array, slots: Mapping[str, Array], rectangle: Rectangle | None
@@ -221,7 +243,7 @@ class StagedTables:
         [(_, touched)] = self._given([RowUpdate(table, row_ids, values, slots, rectangle=rectangle)])
         if touched.mirror is None or len(row_ids) == 0:
             return row_ids
-        [encoded] = encode_touched([touched], absolute=False, workers=self._state.setup.workers)
+        encoded = encode_alone(touched, absolute=False, workers=self._state.setup.workers)
         return np.sort(np.concatenate([np.empty(0, np.int64), *(item.row_ids for item in encoded.lists.values())]))
 
     def _given(self, updates: Sequence[RowUpdate]) -> list[tuple[Shard, TouchedTable]]:
@@ -254,10 +276,9 @@ class StagedTables:
 
     def _check_touched(self, given: Sequence[tuple[Shard, TouchedTable]]) -> None:
         """Refuse rows that this transaction has already, or a baseline of touched rows alone."""
-        begun = self._rows.keys() | self._parts.entries.keys() | self._whole.keys()
-        for shard, touched in given if begun else ():
+        for shard, touched in given if self._begun else ():
             self._check_first(shard, "add", "set", "escape")
-            self._check_disjoint(shard, touched.row_ids)
+            _check_disjoint(shard, self._changes(shard), touched.row_ids)
         for shard, touched in given if self._draft.kind == "baseline" else ():
             schema = self._schemas.tables[shard.table]
             if schema.keys == "dense" and (touched.mirror is None or not is_fully_mirrored(schema)):
@@ -275,7 +296,7 @@ class StagedTables:
         if hashed:
             self._state.setup.held.keys.check(table, row_ids)
         self._check_first(shard, "delete")
-        self._check_disjoint(shard, row_ids)
+        _check_disjoint(shard, self._changes(shard), row_ids)
         mirror, base = self._mirror(shard)
         if self._draft.kind == "baseline" and (mirror is None or not is_fully_mirrored(schema)):
             raise BadInput(
@@ -306,7 +327,7 @@ class StagedTables:
         self._rows.setdefault(shard, []).append(encoded)
 
     def _check_first(self, shard: Shard, *operations: str) -> None:
-        changes, entries = self._rows.get(shard, []), self._parts.entries.get(shard, {})
+        changes, entries = self._changes(shard), self._parts.entries.get(shard, {})
         if not changes and not entries and shard not in self._whole:
             return
         wanted = set(operations)
@@ -315,17 +336,6 @@ class StagedTables:
             raise BadInput(
                 f"table {shard} was written in this transaction already; give its rows at once", table=shard.table
             )
-
-    def _check_disjoint(self, shard: Shard, row_ids: RowIds) -> None:
-        table = shard.table
-        for encoded in self._rows.get(shard, []):
-            for item in encoded.lists.values():
-                both = np.intersect1d(item.row_ids, row_ids, assume_unique=True)
-                if len(both):
-                    raise BadRowIds(
-                        f"row {int(both[0])} of table {table!r} is both written and deleted in one transaction",
-                        table=table, found=int(both[0]),
-                    )  # fmt: skip
 
     # ---- is it all there
 
@@ -373,32 +383,12 @@ class StagedTables:
                 table=unwritten[0].table,
             )
         if self._draft.is_one_shot and self._state.snapshot is not None:
-            self._check_one_shot(self._state.snapshot.readers[self._draft.keep - 1 :])
-
-    def _check_one_shot(self, replaced: Sequence[SegmentReader]) -> None:
-        """Refuse a one-shot delta that lacks a row of the deltas it replaces, which would fall back to the baseline."""
-        for table, schema in self._schemas.tables.items():
-            shards = [
-                shard for shard in self._state.setup.held.shards({table: schema})[table] if shard not in self._whole
-            ]
-            if not shards or table not in self._schemas.before:
-                continue
-            changed = rows_since(replaced, table, schema)
-            for shard in shards:
-                given = [item.row_ids for encoded in self._rows.get(shard, []) for item in encoded.lists.values()]
-                missing = np.setdiff1d(changed, np.concatenate([np.empty(0, np.int64), *given]))
-                if schema.keys == "dense":
-                    start, stop = shard.rectangle_in(schema).rows
-                    missing = missing[(missing >= start) & (missing < stop)]
-                else:
-                    missing = missing[self._state.setup.held.keys.holds(missing)]
-                if not len(missing):
-                    continue
-                raise BadInput(
-                    f"row {int(missing[0])} of table {table!r} (and {len(missing) - 1} more) changed since the "
-                    "baseline and was not given; a one-shot delta replaces the deltas since then, give all their rows",
-                    table=table, found=int(missing[0]),
-                )  # fmt: skip
+            replaced = self._state.snapshot.readers[self._draft.keep - 1 :]
+            held = self._state.setup.held
+            known = {name: schema for name, schema in self._schemas.tables.items() if name in self._schemas.before}
+            for table, shards in held.shards(known).items():
+                given_of = {shard: self._changes(shard) for shard in shards if shard not in self._whole}
+                _check_one_shot(table, known[table], replaced, given_of, held.keys)
 
     # ---- what becomes of it
 
@@ -418,9 +408,10 @@ class StagedTables:
             for shard, changes in self._rows.items()
             if self._draft.kind == "delta" or tables[shard.table].keys == "hashed"
         }
-        self._parts.write_lists(kept)
+        self._parts.write_lists(kept, self._runs if self._draft.kind == "delta" else ())
         written = [shard for shard in self._parts.entries if shard in shards]
-        return tuple(self._part(shard, base) for shard in dict.fromkeys([*written, *shards]))
+        parts = {} if base is None else self._runs.parts(base, tables, self._parts.entries, self._digests)
+        return tuple(parts.get(shard) or self._part(shard, base) for shard in dict.fromkeys([*written, *shards]))
 
     def _part(self, shard: Shard, base: Manifest | None) -> PartLine:
         table, schema = shard.table, self._schemas.tables[shard.table]
@@ -457,8 +448,8 @@ class StagedTables:
                 table=shard.table, expected=f"{known:016x}", found=f"{found:016x}",
             )  # fmt: skip
         merged = EncodedRows(mirror.specs, digest=self._digests.get(shard, known))
-        for encoded in self._rows.get(shard, []):
-            merged.own |= encoded.lists
+        for encoded in self._changes(shard):
+            merged.lists |= encoded.lists
         if options_on_bad_rows(self._schemas.options_of(shard.table)) == "refuse":
             given = [item.row_ids for item in merged.lists.values()]
             bad = np.setdiff1d(self._live.get(shard, np.empty(0, np.int64)), np.concatenate([np.empty(0, int), *given]))
@@ -478,6 +469,7 @@ class StagedTables:
                 mirrors.put(shard, whole.mirror, whole.digest)
             else:
                 mirrors.forget(shard)
+        self._runs.move(mirrors, self._digests, self._state.setup.workers)
         changes: list[tuple[EncodedRows, TableCodes]] = []
         for shard, rows in self._rows.items():
             mirror, digest = mirrors.with_digest(shard)
@@ -491,3 +483,36 @@ class StagedTables:
         apply_rows(changes, self._state.setup.workers)
         mirrors.options.update(self._schemas.options)
         mirrors.keep_only(self._schemas.tables)
+
+
+def _check_one_shot(
+    table: str, schema: TableSchema, replaced: Sequence[SegmentReader],
+    given_of: Mapping[Shard, Sequence[EncodedRows]], keys: KeyShare,
+) -> None:  # fmt: skip
+    """Refuse a one-shot delta that lacks a row of the deltas it replaces, which would fall back to the baseline."""
+    changed = rows_since(replaced, table, schema) if given_of else np.empty(0, np.int64)
+    for shard, changes in given_of.items():
+        given = [item.row_ids for encoded in changes for item in encoded.lists.values()]
+        missing = np.setdiff1d(changed, np.concatenate([np.empty(0, np.int64), *given]))
+        if schema.keys == "dense":
+            start, stop = shard.rectangle_in(schema).rows
+            missing = missing[(missing >= start) & (missing < stop)]
+        else:
+            missing = missing[keys.holds(missing)]
+        if len(missing):
+            raise BadInput(
+                f"row {int(missing[0])} of table {table!r} (and {len(missing) - 1} more) changed since the "
+                "baseline and was not given; a one-shot delta replaces the deltas since then, give all their rows",
+                table=table, found=int(missing[0]),
+            )  # fmt: skip
+
+
+def _check_disjoint(shard: Shard, changes: Sequence[EncodedRows], row_ids: RowIds) -> None:
+    """Refuse rows of which the transaction has another change."""
+    for item in (item for encoded in changes for item in encoded.lists.values()):
+        both = np.intersect1d(item.row_ids, row_ids, assume_unique=True)
+        if len(both):
+            raise BadRowIds(
+                f"row {int(both[0])} of table {shard.table!r} is both written and deleted in one transaction",
+                table=shard.table, found=int(both[0]),
+            )  # fmt: skip

@@ -16,6 +16,7 @@ from cnr_store.segment.codes import Array
 from cnr_store.types import JsonValue, Rectangle, RowIds
 from cnr_store.write.commit import Commit
 from cnr_store.write.encode import RowUpdate
+from cnr_store.write.joined_rows import JoinedRows
 from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.staged_segment import StagedSegment
 from cnr_store.write.table_options import TableOptions
@@ -256,10 +257,14 @@ class Transaction:
         """
         return self.write_many([RowUpdate(table, row_ids, values, slots or {}, nonfinite, rectangle)])[0]
 
-    def write_many(self, updates: Sequence[RowUpdate]) -> list[int]:
-        """Write touched rows of many tables, all or none, as `write_rows`; small ones are encoded together. Blocks."""
+    def write_many(self, updates: Sequence[RowUpdate], *, joined: Sequence[JoinedRows] = ()) -> list[int]:
+        """Write touched rows of many tables, all or none, as `write_rows`; small ones are encoded together. Blocks.
+
+        ``joined`` are rows of other tables, end to end, of which nothing is counted in what is returned. Their ids are
+        kept until `commit`.
+        """
         self._check_open()
-        return self._staged.tables.stage_rows(updates)
+        return self._staged.tables.stage_rows(updates, joined)
 
     def changed_rows(
         self, table: str, first_row: int, values: Array, *, slots: Mapping[str, Array] | None = None,

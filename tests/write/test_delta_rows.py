@@ -151,7 +151,7 @@ def test_a_baseline_from_the_mirror_has_the_changes_and_leaves_it_alone(workers:
     new = values[[0, 2, 5]] + 40_000
     new[1, 0] = np.nan
     staged = stage(schema, mirror, [0, 2, 5], workers, values=new, bad="escape")
-    staged.own |= encode_delete(mirror, np.asarray([7]), mirror.digest()).lists
+    staged.lists |= encode_delete(mirror, np.asarray([7]), mirror.digest()).lists
     whole = encode_mirror(schema, mirror, staged)
     assert whole.rows is not None
     assert whole.escape is not None

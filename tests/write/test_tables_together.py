@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,11 +17,15 @@ from cnr_store.format import arrays
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import ABSENT, TableCodes, array_specs
 from cnr_store.segment.rows import check_row_ids
+from cnr_store.segment.shards import Shard
+from cnr_store.write.alike_shards import FoundLines, Key, ShardLines
 from cnr_store.write.baseline_rows import encode_table
-from cnr_store.write.delta_rows import EncodedRows, TouchedTable, encode_alone, encode_touched
+from cnr_store.write.delta_rows import EncodedRows, TouchedTable, encode_alone
 from cnr_store.write.encode import own_row_ids
+from cnr_store.write.joined_rows import JoinedRows, move_run
 from cnr_store.write.mirrors import apply_alone, apply_rows
 from cnr_store.write.schema_choice import table_schema
+from cnr_store.write.staged_runs import encode_groups, plan_rows
 from tests.support.memory import store_in_memory
 
 ROWS = 12
@@ -73,27 +78,97 @@ def state_of(mirror: TableCodes) -> tuple[object, ...]:
     return {n: (a.dtype, a.tobytes()) for n, a in mirror.arrays.items()}, status, mirror.escapes.rows.tolist()
 
 
+def update_of(one: TouchedTable) -> RowUpdate:
+    slots = {
+        name.removeprefix("slots/"): values[:, 0] if one.specs[name].is_vector else values
+        for name, values in one.values.items()
+        if name != "codes"
+    }
+    return RowUpdate(one.table, one.row_ids, one.values["codes"], slots)
+
+
+class Encoded:
+    """What `plan_rows` and `encode_groups` make of tables, and the rest by itself, as a transaction does."""
+
+    def __init__(self, touched: Sequence[TouchedTable], lines: ShardLines, workers: Workers, *, joins: bool) -> None:
+        by_name = {one.table: one for one in touched}
+        updates = [update_of(one) for one in touched]
+        schemas = {one.table: one.mirror.schema for one in touched if one.mirror is not None}
+
+        def mirrors_of(shards: Sequence[Shard]) -> list[tuple[TableCodes | None, int | None]]:
+            return [(by_name[shard.table].mirror, by_name[shard.table].base_digest) for shard in shards]
+
+        def find(keys: Sequence[Key]) -> list[FoundLines]:
+            return lines.find(keys, schemas, mirrors_of, lambda table, _schema, _rectangle: Shard(table))
+
+        plan = plan_rows(updates, [], find)
+        if joins:  # the same rows, given end to end
+            given = [group.rows for group in plan.groups]
+            plan = plan_rows([update for _, update in plan.rest], given, find)
+        self.runs, alone = encode_groups(plan.groups, workers)
+        self.alone = {
+            update.table: encode_alone(by_name[update.table], absolute=False, workers=workers)
+            for _, update in (*plan.rest, *alone)
+        }
+
+    def of(self, table: str) -> EncodedRows:
+        found = [own for run in self.runs if (own := run.of(Shard(table))) is not None]
+        found += [self.alone[table]] if table in self.alone else []
+        assert len(found) == 1
+        return found[0]
+
+
 @settings(max_examples=120)
 @given(data=st.data())
 def test_tables_together_have_the_row_lists_of_each_alone(data: st.DataObject) -> None:
+    lines = ShardLines()
     with Workers(2) as workers:
         touched = [touched_table(data, number, workers) for number in range(data.draw(st.integers(0, 7)))]
         touched = [one for one in touched if len(one.row_ids)]
-        absolute = data.draw(st.sampled_from([False, False, True]))
 
-        together = encode_touched(touched, absolute=absolute, workers=workers)
+        together = Encoded(touched, lines, workers, joins=data.draw(st.booleans()))
 
-        expected = [encode_alone(one, absolute=absolute, workers=workers) for one in touched]
-        assert [lists_of(encoded) for encoded in together] == [lists_of(encoded) for encoded in expected]
-        assert [encoded.digest for encoded in together] == [encoded.digest for encoded in expected]
-        moved = [copy.deepcopy(one.mirror) for one in touched if one.mirror is not None]
-        mirrors = [one.mirror for one in touched if one.mirror is not None]
-        apply_rows(zip(together, mirrors, strict=True), workers)
-        for encoded, mirror in zip(expected, moved, strict=True):
-            apply_alone(encoded, mirror, workers)
-        assert [state_of(mirror) for mirror in mirrors] == [state_of(mirror) for mirror in moved]
-        if not absolute:
-            assert [mirror.digest() for mirror in mirrors] == [encoded.digest for encoded in together]
+        expected = {one.table: encode_alone(one, absolute=False, workers=workers) for one in touched}
+        for name, encoded in expected.items():
+            assert lists_of(together.of(name)) == lists_of(encoded)
+            assert together.of(name).digest == encoded.digest
+        mirrors = {one.table: one.mirror for one in touched if one.mirror is not None}
+        moved = copy.deepcopy(mirrors)
+        for run in together.runs:
+            move_run(run, workers)
+        apply_rows([(encoded, mirrors[name]) for name, encoded in together.alone.items()], workers)
+        for name, encoded in expected.items():
+            apply_alone(encoded, moved[name], workers)
+            assert state_of(mirrors[name]) == state_of(moved[name])
+            assert mirrors[name].digest() == encoded.digest
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_kept_lines_are_those_of_the_mirrors_as_they_are_now(data: st.DataObject) -> None:
+    """Between two saves a mirror got wider, lost a row, was replaced, or its table has another schema."""
+    lines = ShardLines()
+    with Workers(2) as workers:
+        before = [touched_table(data, number, workers) for number in range(4)]
+        before = [one for one in before if len(one.row_ids)]
+        Encoded(before, lines, workers, joins=False)
+        touched = []
+        for one in before:
+            what = data.draw(st.sampled_from(["same", "wider", "absent", "replaced"]))
+            assert one.mirror is not None
+            if what == "wider":
+                one.mirror.widen("codes")
+            if what == "absent":
+                one.mirror.mark(np.array([3]), ABSENT)
+            mirror = copy.deepcopy(one.mirror) if what == "replaced" else one.mirror
+            touched.append(msgspec.structs.replace(one, mirror=mirror, base_digest=mirror.digest()))
+
+        together = Encoded(touched, lines, workers, joins=False)
+
+        for one in touched:
+            encoded = encode_alone(one, absolute=False, workers=workers)
+            assert lists_of(together.of(one.table)) == lists_of(encoded)
+            assert together.of(one.table).digest == encoded.digest
 
 
 def test_tables_of_many_rows_are_encoded_in_several_runs() -> None:
@@ -113,8 +188,9 @@ def test_tables_of_many_rows_are_encoded_in_several_runs() -> None:
             touched.append(
                 TouchedTable(f"t{number}", array_specs(schema), mirror, rows, new, mirror.digest(), "refuse")
             )  # fmt: skip
-        found = encode_touched(touched, absolute=False, workers=workers)
-        assert [lists_of(one) for one in found] == [
+        found = Encoded(touched, ShardLines(), workers, joins=False)
+        assert len(found.runs) == 3
+        assert [lists_of(found.of(one.table)) for one in touched] == [
             lists_of(encode_alone(one, absolute=False, workers=workers)) for one in touched
         ]
 
@@ -171,6 +247,22 @@ def test_of_a_call_that_is_refused_no_table_is_written() -> None:
             assert txn.write_many([RowUpdate("a", rows, good), RowUpdate("b", rows[:0], good[:0])]) == [1, 0]
         assert store.snapshot().table("a").read().tolist() == [[0, 0], [1, 1], [0, 0], [0, 0]]
         assert not store.snapshot().table("b").read().any()
+
+
+@pytest.mark.parametrize("ids", [[1, 1], [2, 1], [-1, 1], [1, 4]], ids=["twice", "descending", "negative", "beyond"])
+@pytest.mark.parametrize("joins", [False, True], ids=["given by table", "given end to end"])
+def test_row_ids_of_tables_together_are_refused_as_those_of_each(ids: list[int], joins: bool) -> None:
+    good, wrong, values = np.array([0, 1], np.int64), np.array(ids, np.int64), np.ones((2, 2), np.float32)
+    by_table, end_to_end = [RowUpdate("a", good, values), RowUpdate("b", wrong, values)], []
+    if joins:
+        rows, keys = np.concatenate([good, wrong]), [("a", None), ("b", None)]
+        by_table, end_to_end = [], [JoinedRows(keys, np.array([2, 2]), rows, np.ones((4, 2), np.float32), {})]
+    with store_with(["a", "b"]) as store, store.writer() as writer:
+        writer.restore()
+        with writer.begin(1) as txn:
+            with pytest.raises(BadRowIds, match="'b'"):
+                txn.write_many(by_table, joined=end_to_end)
+            assert txn.write_many([RowUpdate("a", good, values), RowUpdate("b", good, values)]) == [2, 2]
 
 
 @settings(max_examples=60)
