@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import compress
 from typing import Literal
 
+import numpy as np
 import torch
 
 from cnr_store.errors import BackgroundSaveFailed, CommitStateUnknown, Fenced, RankLost
 from cnr_store.format.document_tree import EncodedTree
 from cnr_store.runtime.notebook import ShownReport
 from cnr_store.runtime.threads import background_cpu_s
+from cnr_store.segment.codes import Array
 from cnr_store.segment.shards import Shard
 from cnr_store.training.dense_staging import StagedDense
 from cnr_store.training.dynamic_tables import StagedKeys
 from cnr_store.training.precision.rate_control import ScaleChange
 from cnr_store.training.tensors import TensorRows, as_array, flat_rows
 from cnr_store.types import RowIds
+from cnr_store.write.alike_shards import Key
 from cnr_store.write.encode import RowUpdate
+from cnr_store.write.joined_rows import JoinedRows
 from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.table_options import TableOptions
 from cnr_store.write.transaction import Transaction
@@ -224,16 +229,9 @@ def _write_and_commit(job: SaveJob) -> None:
             transaction.write_table(
                 one.key.table, TensorRows(one.weight), slots=_slot_rows(one), rectangle=one.key.rectangle
             )
-        codes = job.staged.codes
-        updates = []
-        for name, row_ids in job.row_ids.items():
-            if len(row_ids):
-                copies = job.staged.arrays(name, as_array)
-                values = as_array(codes[name]) if name in codes else copies.pop(WEIGHT)
-                slots = {slot: array[:, 0] if array.shape[1:] == (1,) else array for slot, array in copies.items()}
-                shard = job.shards[name]
-                updates.append(RowUpdate(shard.table, row_ids, values, slots, rectangle=shard.rectangle))
-        transaction.write_many(updates)
+        joined = joined_rows(job)
+        updates = row_updates(job, {key for rows in joined for key in rows.keys})
+        transaction.write_many(updates, joined=joined)
         for one_table in job.keyed:
             one_table.put(transaction)
         job.encode_s = time.perf_counter() - started + (job.read.read_s if job.read else 0.0)
@@ -244,6 +242,37 @@ def _write_and_commit(job: SaveJob) -> None:
         transaction.commit()
     job.commit_s = time.perf_counter() - started
     job.cpu_s = background_cpu_s() - cpu_s + (job.read.cpu_s if job.read else 0.0)
+
+
+def joined_rows(job: SaveJob) -> list[JoinedRows]:
+    """Return the touched rows of small tables, those of tables that are alike end to end."""
+    found = []
+    for one in job.staged.joined(as_array):
+        filled = (one.counts > 0).tolist()
+        names, arrays = [*compress(one.tables, filled)], one.arrays
+        if names:
+            row_ids = np.concatenate([*map(job.row_ids.__getitem__, names)])
+            keys = [*map(job.shards.__getitem__, names)]
+            counts = one.counts[filled]
+            found.append(JoinedRows(keys, counts, row_ids, arrays.pop(WEIGHT), _stored_slots(arrays)))
+    return found
+
+
+def row_updates(job: SaveJob, without: Set[Key]) -> list[RowUpdate]:
+    """Return the touched rows of the other tables, table by table."""
+    codes, updates = job.staged.codes, []
+    for name, row_ids in job.row_ids.items():
+        shard = job.shards[name]
+        if len(row_ids) and shard not in without:
+            copies = job.staged.arrays(name, as_array)
+            values = as_array(codes[name]) if name in codes else copies.pop(WEIGHT)
+            updates.append(RowUpdate(shard.table, row_ids, values, _stored_slots(copies), rectangle=shard.rectangle))
+    return updates
+
+
+def _stored_slots(copies: Mapping[str, Array]) -> dict[str, Array]:
+    """Slots as they are stored: of one number per row without a second dimension."""
+    return {slot: array[:, 0] if array.shape[1:] == (1,) else array for slot, array in copies.items()}
 
 
 def declare(transaction: Transaction, whole: Iterable[WholeShard] | None, drops: Iterable[str]) -> None:

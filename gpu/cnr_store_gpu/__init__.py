@@ -21,6 +21,7 @@ from cnr_store_gpu.optimizers import Movement, RowMovement, row_movement, row_sl
 from cnr_store_gpu.quantize import LatticeCodes
 from cnr_store_gpu.row_union import Cumulative
 from cnr_store_gpu.shards import ChangeSource, WatchedShard
+from cnr_store_gpu.small_copies import JoinedCopies
 from cnr_store_gpu.staging import Staged, StagingBuffers
 from cnr_store_gpu.tables import ModelTable, plan_tables
 from cnr_store_gpu.tracker import RowTracker
@@ -29,6 +30,7 @@ from cnr_store_gpu.words import warmup
 __all__ = [
     "Cumulative",
     "DeviceBitmaps",
+    "JoinedCopies",
     "LatticeCodes",
     "Movement",
     "RowBitmap",

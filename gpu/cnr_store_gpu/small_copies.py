@@ -65,6 +65,11 @@ class SmallLayout:
         By tensor of a plain table.
     shapes
         Of a row, by tensor of a plain table.
+    alike
+        By table: a number that plain tables with equal names, dtypes and shapes of rows share.
+    order, groups
+        By tensor of a plain table: in which order they are copied, and the number of its group. Tensors of one group
+        have the same name in tables that are alike, and are copied end to end.
     """
 
     names: list[str]
@@ -78,6 +83,9 @@ class SmallLayout:
     num_rows: npt.NDArray[np.int64]
     row_bytes: npt.NDArray[np.int64]
     shapes: list[tuple[int, ...]]
+    alike: npt.NDArray[np.int64]
+    order: npt.NDArray[np.int64]
+    groups: npt.NDArray[np.int64]
 
     def fits(self, names: list[str], lengths: list[int], tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these tensors have this layout."""
@@ -98,7 +106,7 @@ def _layout(names: list[str], lengths: list[int], tensors: Sequence[torch.Tensor
     num_rows[candidates] = sizes[0]
     row_bytes[candidates] = np.array(sizes[1], np.int64) // np.maximum(sizes[0], 1)
     good = (num_rows > 0) & (row_bytes > 0) & (row_bytes % _UNIT == 0)
-    ends = np.cumsum(lengths)
+    ends = np.cumsum(np.array(lengths, np.int64))
     is_plain = np.array([
         stop > start and bool(good[start:stop].all()) and len({*num_rows[start:stop].tolist()}) == 1
         for start, stop in zip((ends - lengths).tolist(), ends.tolist(), strict=True)
@@ -106,9 +114,35 @@ def _layout(names: list[str], lengths: list[int], tensors: Sequence[torch.Tensor
     plain = np.flatnonzero(np.repeat(is_plain, lengths))
     owners = np.repeat(np.arange(len(lengths)), lengths)[plain]
     shapes = [tuple(tensors[at].shape[1:]) for at in plain.tolist()]
+    forms: dict[int, list[object]] = {}
+    for at, owner, shape in zip(plain.tolist(), owners.tolist(), shapes, strict=True):
+        forms.setdefault(owner, []).append((names[at], kinds[0][at], shape))
+    numbers: dict[tuple[object, ...], int] = {}
+    alike = np.zeros(len(lengths), np.int64)
+    for owner, form in forms.items():
+        alike[owner] = numbers.setdefault(tuple(form), len(numbers))
+    groups = alike[owners] * (max(lengths, default=0) + 1) + plain - (ends - lengths)[owners]
     return SmallLayout(
-        names, lengths, kinds, candidates, sizes, is_plain, plain, owners, num_rows[plain], row_bytes[plain], shapes
-    )
+        names, lengths, kinds, candidates, sizes, is_plain, plain, owners, num_rows[plain], row_bytes[plain], shapes,
+        alike, np.argsort(groups, kind="stable"), groups,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JoinedCopies:
+    """Copied rows of tables that are alike, end to end.
+
+    Attributes
+    ----------
+    tables, counts
+        Which, and int64: how many rows of each.
+    arrays
+        By name ``(n, ...)``, contiguous.
+    """
+
+    tables: list[str]
+    counts: npt.NDArray[np.int64]
+    arrays: dict[str, npt.NDArray[Any]]
 
 
 _Place = tuple[str, torch.dtype, int, tuple[int, ...], int]
@@ -182,11 +216,30 @@ class SmallCopies:
         """
         found = {}
         for name, dtype, count, shape, start in self._places_of(table):
-            flat = self._arrays.get(dtype)
-            if flat is None:
-                flat = self._arrays[dtype] = as_array(self._typed_as(dtype))
+            flat = self._array_of(dtype, as_array)
             found[name] = flat[start : start + count * math.prod(shape)].reshape(count, *shape)
         return found
+
+    def joined(self, as_array: Callable[[torch.Tensor], npt.NDArray[Any]]) -> list[JoinedCopies]:
+        """Return the copies of all tables, those of tables that are alike together; ``as_array`` as in `arrays_of`."""
+        layout, chosen = self.layout, self._chosen
+        owners, tensors, starts = layout.owners[chosen], layout.plain[chosen].tolist(), _borders(layout.groups[chosen])
+        found: dict[int, JoinedCopies] = {}
+        for first, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(chosen)], strict=True):
+            number, counts = int(layout.alike[owners[first]]), self._parts[first:stop, 1]
+            if number not in found:
+                tables = [*map(self._tables.__getitem__, owners[first:stop].tolist())]
+                found[number] = JoinedCopies(tables, counts, {})
+            dtype, shape, total = layout.kinds[0][tensors[first]], layout.shapes[chosen[first]], int(counts.sum())
+            start = int(self._parts[first, 4]) // dtype.itemsize
+            flat = self._array_of(dtype, as_array)[start : start + total * math.prod(shape)]
+            found[number].arrays[layout.names[tensors[first]]] = flat.reshape(total, *shape)
+        return [*found.values()]
+
+    def _array_of(self, dtype: torch.dtype, as_array: Callable[[torch.Tensor], npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        if dtype not in self._arrays:
+            self._arrays[dtype] = as_array(self._typed_as(dtype))
+        return self._arrays[dtype]
 
     def _typed_as(self, dtype: torch.dtype) -> torch.Tensor:
         """All copies as elements of a dtype; those of others make no sense then."""
@@ -237,17 +290,17 @@ def small_copies(
     sizes = counts[layout.owners] * layout.row_bytes
     fits &= layout.is_plain & (np.bincount(layout.owners, sizes, len(asked)) <= SMALL_BYTES)
     fits &= np.bincount(layout.owners, ~held | (starts % _UNIT != 0), len(asked)) == 0
-    chosen = np.flatnonzero(fits[layout.owners])
+    chosen = layout.order[fits[layout.owners[layout.order]]]
     owners, rows, row_bytes, sizes = (one[chosen] for one in (layout.owners, layout.num_rows, layout.row_bytes, sizes))
     row_ids: dict[str, Any] = {tables[at]: ids[at] for at in np.flatnonzero(fits).tolist()}
     joined = np.concatenate([*row_ids.values(), np.empty(0, np.int64)])
     addresses = np.zeros(len(asked), np.int64)
     addresses[fits] = address_of(joined) + 8 * (np.cumsum(counts[fits]) - counts[fits])
-    begins = np.cumsum(_aligned(sizes)) - _aligned(sizes)
+    begins = _begins(sizes, layout.groups[chosen])
     parts = np.stack((addresses[owners], counts[owners], rows, starts[chosen], begins, row_bytes // _UNIT), axis=1)
     end = most = 0
     if len(chosen):
-        end, most = int(begins[-1] + sizes[-1]), int(_aligned(rows * row_bytes)[:-1].sum() + rows[-1] * row_bytes[-1])
+        end, most = int(begins[-1] + sizes[-1]), int(_aligned(rows * row_bytes).sum())
     return SmallCopies(row_ids, int(sizes.sum()), layout, end, most, tables, chosen, parts, joined)
 
 
@@ -256,6 +309,24 @@ def _are_plain(ids: Sequence[RowIds | torch.Tensor]) -> npt.NDArray[np.bool_]:
     if {*map(type, ids)} == {np.ndarray} and {*map(attrgetter("dtype", "ndim"), ids)} == {(_INT64, 1)}:
         return np.ones(len(ids), bool)
     return np.array([isinstance(one, np.ndarray) and one.dtype == _INT64 and one.ndim == 1 for one in ids], bool)
+
+
+def _borders(groups: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where equal numbers begin."""
+    found: npt.NDArray[np.int64] = np.flatnonzero(np.diff(groups, prepend=-1))
+    return found
+
+
+def _begins(sizes: npt.NDArray[np.int64], groups: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return where each copy begins: right behind the one before it in its group; groups are aligned."""
+    if not len(sizes):
+        return sizes
+    first = _borders(groups)
+    totals = _aligned(np.add.reduceat(sizes, first))
+    before = np.cumsum(sizes) - sizes
+    lengths = np.diff(first, append=len(sizes))
+    moved: npt.NDArray[np.int64] = np.repeat(np.cumsum(totals) - totals - before[first], lengths)
+    return before + moved
 
 
 def _aligned(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

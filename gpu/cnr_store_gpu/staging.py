@@ -29,7 +29,7 @@ from cnr_store_gpu.delivery import Delivery, Key, StagedArray, StagedIds, delive
 from cnr_store_gpu.gather import RowRequest, check_range, common_rows, index_of, select_rows
 from cnr_store_gpu.pinned import PINNED_BYTES, TransitRing, block_sizes
 from cnr_store_gpu.quantize import LatticeCodes, check_codable
-from cnr_store_gpu.small_copies import SmallCopies, SmallLayout, small_copies
+from cnr_store_gpu.small_copies import JoinedCopies, SmallCopies, SmallLayout, small_copies
 from cnr_store_gpu.transfer import Transfer, transfer_for
 
 
@@ -125,6 +125,14 @@ class Staged:
         if self._small is not None and table in self._small.row_ids:
             return self._small.arrays_of(table, as_array)
         return {name: as_array(tensor) for name, tensor in self.tensors[table].items()}
+
+    def joined(self, as_array: Callable[[torch.Tensor], npt.NDArray[Any]]) -> list[JoinedCopies]:
+        """Return the copies of small tables, those of tables that are alike end to end. Blocks as `wait`.
+
+        ``as_array`` as in `arrays`. What other tables have is in `arrays` and `codes` alone.
+        """
+        self.wait()
+        return [] if self._small is None else self._small.joined(as_array)
 
     @property
     def codes(self) -> dict[str, torch.Tensor]:

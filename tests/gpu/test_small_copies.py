@@ -104,6 +104,40 @@ def test_small_copies_equal_gather_rows(data: st.DataObject) -> None:
     assert staged.size_bytes == sum(one.nbytes for named in staged.tensors.values() for one in named.values())
 
 
+@settings(max_examples=60)
+@given(data=st.data())
+def test_small_copies_that_are_alike_lie_end_to_end(data: st.DataObject) -> None:
+    """Also in the gathers after the first, of other rows and tables that are not small any more."""
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+    tables: dict[str, dict[str, torch.Tensor]] = {}
+    for number in range(data.draw(st.integers(1, 6))):
+        dim, dtype = data.draw(st.sampled_from([2, 4, 6])), data.draw(st.sampled_from(DTYPES[::2]))
+        weight = torch.from_numpy(random.standard_normal((1 << 12, dim))).to(dtype)
+        tables[f"t{number}"] = {"weight": weight, "sum": torch.arange(float(1 << 12))}
+        if data.draw(st.booleans()):
+            tables[f"t{number}"]["exact"] = weight.to(torch.float64)
+    buffers = StagingBuffers()
+    for _ in range(2):
+        counts = {name: data.draw(st.sampled_from([0, 1, 7, 1 << 15])) for name in tables}
+        requests = {name: RowRequest(random.integers(0, 1 << 12, counts[name]), own) for name, own in tables.items()}
+        staged = buffers.gather(requests)
+
+        found = staged.joined(as_array)
+
+        seen = [name for one in found for name in one.tables]
+        assert len(seen) == len({*seen})
+        assert {name for name in tables if counts[name] < 8} <= {*seen}
+        for one in found:
+            assert one.counts.tolist() == [counts[name] for name in one.tables]
+            assert all(array.flags.c_contiguous for array in one.arrays.values())
+            stops = np.cumsum(one.counts)
+            for name, start, stop in zip(one.tables, stops - one.counts, stops, strict=True):
+                alone = staged.arrays(name, as_array)
+                assert alone.keys() == one.arrays.keys()
+                assert all(array[start:stop].tobytes() == alone[key].tobytes() for key, array in one.arrays.items())
+        staged.release()
+
+
 def test_a_row_outside_of_a_small_table_is_refused_before_any_copy() -> None:
     buffers, good = StagingBuffers(), torch.ones(4, 2)
     buffers.gather({"good": RowRequest(np.arange(4), {"weight": good})}).release()

@@ -45,7 +45,7 @@ PUBLIC = {
         WatchedShard ChangeSource
         ModelTable plan_tables
         Movement RowMovement row_movement row_slots rows_with_state scalar_state
-        RowRequest Staged StagingBuffers gather_rows
+        RowRequest Staged JoinedCopies StagingBuffers gather_rows
         LatticeCodes
     """,
     "cnr_store.serving": """
