@@ -71,7 +71,9 @@ def test_memory_that_comes_back_is_the_tables() -> None:
     own.untyped_storage().resize_(0)
     with pytest.raises(MemoryMoved):
         tracker.take()
+    others = [torch.empty_like(kept) for _ in range(1000)]  # the address that was freed is theirs
     own.untyped_storage().resize_(size)
+    assert own.data_ptr() not in {one.data_ptr() for one in others}
     own.copy_(kept)
     model.weight.data = own
 
