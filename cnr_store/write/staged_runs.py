@@ -138,17 +138,17 @@ class StagedRuns:
     ) -> dict[Shard, PartLine]:
         """Return the parts of shards whose table is stored as in ``base``, whose state their mirrors are. Pure."""
         found: dict[Shard, PartLine] = {}
-        nothing: dict[str, ListLine] = {}
         for run in self._runs:
-            for shard, before in zip(run.shards, run.before, strict=True):
-                schema, after = tables[shard.table], digests[shard]
-                if base.tables.get(shard.table) is not schema:
-                    continue
-                rectangle = shard.rectangle_in(schema)
-                found[shard] = PartLine(
-                    table=shard.table, rows=rectangle.rows, columns=rectangle.columns,
-                    base_digest=f"{before:016x}", state_digest=f"{after:016x}", **entries.get(shard, nothing),
-                )  # fmt: skip
+            digests_of = _texts_of(run.before), _texts_of([*map(digests.__getitem__, run.shards)])
+            for shard, before, after in zip(run.shards, *digests_of, strict=True):
+                schema = tables[shard.table]
+                if base.tables.get(shard.table) is schema:
+                    rectangle, own = shard.rectangle_in(schema), entries.get(shard, _NO_LISTS)
+                    found[shard] = PartLine(
+                        table=shard.table, rows=rectangle.rows, columns=rectangle.columns,
+                        base_digest=before, state_digest=after,
+                        add=own.get("add"), set=own.get("set"), delete=own.get("delete"), escape=own.get("escape"),
+                    )  # fmt: skip
         return found
 
     def move(self, mirrors: Mirrors, digests: Mapping[Shard, int | None], workers: Workers) -> None:
@@ -156,6 +156,15 @@ class StagedRuns:
         for run in self._runs:
             move_run(run, workers)
             mirrors.put_many(run.shards, run.codes, [*map(digests.get, run.shards)])
+
+
+_NO_LISTS: dict[str, ListLine] = {}
+
+
+def _texts_of(digests: Sequence[int | None]) -> list[str]:
+    """Return digests as 16 hexadecimal digits each."""
+    text = np.array(digests, ">u8").tobytes().hex()
+    return [text[at : at + 16] for at in range(0, len(text), 16)]
 
 
 def encode_groups(

@@ -462,8 +462,9 @@ class StagedTables:
     def move_mirrors(self, mirrors: Mirrors) -> None:
         """Apply what was staged to the mirrors; the commit has won."""
         mirrors.commit_staged()
-        # A new hashed table has none, though its name may have had.
-        mirrors.keep_only(self._schemas.tables.keys() - self._schemas.created)
+        is_same = self._schemas.before.keys() == self._schemas.tables.keys() and not self._schemas.created
+        if not is_same:  # a new hashed table has none, though its name may have had
+            mirrors.keep_only(self._schemas.tables.keys() - self._schemas.created)
         for shard, whole in self._whole.items():
             if whole.mirror is not None and whole.digest is not None:
                 mirrors.put(shard, whole.mirror, whole.digest)
@@ -482,7 +483,8 @@ class StagedTables:
                 mirrors.put(shard, mirror, self._digests.get(shard, digest))
         apply_rows(changes, self._state.setup.workers)
         mirrors.options.update(self._schemas.options)
-        mirrors.keep_only(self._schemas.tables)
+        if not is_same:
+            mirrors.keep_only(self._schemas.tables)
 
 
 def _check_one_shot(
