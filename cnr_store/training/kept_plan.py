@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
 from typing import Any
@@ -38,7 +38,7 @@ _HOOKS = tuple(attrgetter(name) for name in ("_state_dict_hooks", "_state_dict_p
 """Hooks of a module that may leave buffers out of its state, of others at each call; with one the plan is not kept."""
 
 _CHILDREN = tuple(attrgetter(name) for name in ("_parameters", "_buffers", "_modules"))
-_KINDS = (attrgetter("dtype"), attrgetter("layout"), torch.Tensor.dim, torch.Tensor.numel)
+_KINDS = (attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu"), torch.Tensor.dim, torch.Tensor.numel)
 """What decides how a slot is stored, in lists of numbers and singletons: shapes of thousands of tensors would set off
 the garbage collector. A shape that changed in place, and has as many dimensions and elements, has other rows, which no
 copy of rows takes."""
@@ -54,12 +54,16 @@ class LocalState:
         Where each part belongs, the slots by name of the shard, and the rest of the optimizers' state.
     documents
         `slot_documents` of them.
+    like
+        The same object for states whose slots have the same names, and are the same tensors of the same kind. None:
+        that is not known.
     """
 
     state: StatePlan
     slots: Mapping[str, Slots]
     other: OtherState
     documents: Mapping[str, Any]
+    like: object = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,7 +158,7 @@ class _Kept:
     def state_of(self, values: Sequence[Any]) -> LocalState:
         """Return the state that has these entries."""
         other = OtherState(self.inline.entries(values), {name: values[at] for name, at in self.dense})
-        return LocalState(self.plan, self.slots.entries(values), other, self.documents)
+        return LocalState(self.plan, self.slots.entries(values), other, self.documents, self)
 
 
 def _kept(local: LocalState, entries: _StateEntries, objects: _Objects) -> _Kept | None:
@@ -217,7 +221,7 @@ class KeptPlan:
         slots = {name: live_slots(shard) for name, shard in plan.shards.items()}
         local = LocalState(plan, slots, other_state(plan, self.optimizers), slot_documents(plan.shards, slots))
         self._kept = _kept(local, entries, objects)
-        return local
+        return replace(local, like=self._kept)
 
     def tables_anew(
         self, local: LocalState, schemas: Mapping[str, TableSchema], options: Mapping[str, TableOptions]

@@ -30,7 +30,7 @@ from cnr_store.training.live_training import LiveTraining
 from cnr_store.training.reader import reader_name
 from cnr_store.training.save_plan import ChainState, SavePlan
 from cnr_store.training.schedule import TrainingPosition
-from cnr_store.training.shards import LocalShard, weights_of
+from cnr_store.training.shards import LocalShard, are_in_place
 from cnr_store.training.state import needs_new_schema
 from cnr_store.training.tensors import leaf_of
 from cnr_store.types import Lattice, RowIds
@@ -133,12 +133,12 @@ class SaveStager:
             for name, own in training.holdings.owned.items():
                 if own.key.table in marked:
                     taken[name] = taken_words(name, taken[name].num_rows, marked[own.key.table])
-            rows, requests = self._touched_rows(plan, taken, whole)
+            rows, requests, like = self._touched_rows(plan, taken, whole)
             if self.codes_on_device:
                 coming = {name: training.holdings.owned[name].shard for name in requests}
                 self.buffers.quantize = dict(rows_as_codes(coming, transaction.tables, training.options))
             try:
-                staged = self.buffers.gather(requests)
+                staged = self.buffers.gather(requests, like=like)
             except RuntimeError as error:  # no thread, no memory of the device: the training may go on
                 raise BackgroundSaveFailed(failure_message(error)) from error
             written = self._whole_shards(plan, whole)
@@ -170,13 +170,18 @@ class SaveStager:
 
     def _touched_rows(
         self, plan: SavePlan, taken: Mapping[str, Taken], whole: set[str]
-    ) -> tuple[dict[str, RowIds], dict[str, RowRequest]]:
-        """The rows that are written of tables that are not written whole, and what of them is to be copied."""
+    ) -> tuple[dict[str, RowIds], dict[str, RowRequest], object]:
+        """The rows that are written of tables that are not written whole, what of them is to be copied, and its kind.
+
+        The kind is for `StagingBuffers.gather`.
+        """
         rows: dict[str, RowIds] = {}
         requests: dict[str, RowRequest] = {}
         owned = {name: own for name, own in self.training.holdings.owned.items() if own.key.table not in whole}
         slots, decision, changed = plan.local.slots, plan.decision, self.chain.lineage.changed
-        weights = weights_of([own.shard for own in owned.values()])
+        shards = [own.shard for own in owned.values()]
+        is_in_place = are_in_place(shards)
+        weights = [one.view if is_in_place else one.weight for one in shards]
         is_since_head = decision.kind == "baseline" or decision.base == "head"
         for (name, own), weight in zip(owned.items(), weights, strict=True):
             one, first = taken[name], own.shard.rows[0]
@@ -184,7 +189,7 @@ class SaveStager:
             rows[name] = local + first if first else local
             on_device = one.device_rows if local is one.row_ids else None
             requests[name] = RowRequest(local, {WEIGHT: weight, **slots[name]}, on_device)
-        return rows, requests
+        return rows, requests, plan.local.like if is_in_place and not whole else None
 
     def _put_state(
         self, transaction: Transaction, writer: Writer, plan: SavePlan, dense: list[StagedDense]

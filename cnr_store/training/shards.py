@@ -106,15 +106,14 @@ class LocalShard:
         return self.table if self.is_whole else f"{self.table}#{self.index}"
 
 
-def weights_of(shards: Sequence[LocalShard]) -> list[torch.Tensor]:
-    """Return the `LocalShard.weight` of each: in a few calls of C, where all are in the memory that they were in."""
+def are_in_place(shards: Sequence[LocalShard]) -> bool:
+    """Whether the weight of each is its view: told in a few calls of C for all, False says nothing of a single one."""
     now, known = [one.parameter for one in shards], [one.view for one in shards]
     held = [one for one in now if one is not None]
-    if len(held) == len(shards) and all(one.memory is None for one in shards):
-        parts = (torch.Tensor.data_ptr, torch.Tensor.stride)
-        if all([*map(part, held)] == [*map(part, known)] for part in parts):
-            return known
-    return [one.weight for one in shards]
+    if len(held) < len(shards) or any(one.memory is not None for one in shards):
+        return False
+    parts = (torch.Tensor.data_ptr, torch.Tensor.stride)
+    return all([*map(part, held)] == [*map(part, known)] for part in parts)
 
 
 def watched_shard(shard: LocalShard) -> WatchedShard:

@@ -87,11 +87,14 @@ class SmallLayout:
     order: npt.NDArray[np.int64]
     groups: npt.NDArray[np.int64]
 
-    def fits(self, names: list[str], lengths: list[int], tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these tensors have this layout."""
-        if lengths != self.lengths or names != self.names or _kinds(tensors) != self.kinds:
+    def fits(self, names: list[str], lengths: list[int], tensors: Sequence[torch.Tensor], *, is_like: bool) -> bool:
+        """Whether these tensors have this layout; ``is_like``: names, kinds and sizes in bytes are known to be its."""
+        if lengths != self.lengths:
             return False
-        return _sizes([*map(tensors.__getitem__, self.candidates)]) == self.sizes
+        candidates = [*map(tensors.__getitem__, self.candidates)]
+        if is_like:  # then their dtypes and numbers of elements are those of the layout, too
+            return [*map(torch.Tensor.size, candidates, repeat(0))] == self.sizes[0]
+        return names == self.names and _kinds(tensors) == self.kinds and _sizes(candidates) == self.sizes
 
 
 def _layout(names: list[str], lengths: list[int], tensors: Sequence[torch.Tensor]) -> SmallLayout:
@@ -263,22 +266,25 @@ class SmallCopies:
 
 
 def small_copies(
-    requests: Mapping[str, RowRequest], *, without: Collection[str] = (), known: SmallLayout | None = None
-) -> SmallCopies:
+    requests: Mapping[str, RowRequest], *, without: Collection[str] = (), known: SmallLayout | None = None,
+    is_like: bool = False,
+) -> SmallCopies:  # fmt: skip
     """Return the small, plain ones of the requests. Reads no row; what it takes for a table is a few calls of C.
 
     Parameters
     ----------
     without
         Tables that are not to be copied here.
-    known
-        The layout of an earlier call.
+    known, is_like
+        The layout of an earlier call, and whether names and kinds of tensors are known to be as they were in that.
     """
     asked = [*requests.values()]
     named = [one.tensors for one in asked]
     tensors = [*chain.from_iterable(map(methodcaller("values"), named))]
     names, lengths = [*chain.from_iterable(named)], [*map(len, named)]
-    layout = known if known is not None and known.fits(names, lengths, tensors) else _layout(names, lengths, tensors)
+    layout = known
+    if layout is None or not layout.fits(names, lengths, tensors, is_like=is_like):
+        layout = _layout(names, lengths, tensors)
     tables, ids = [*requests], [one.row_ids for one in asked]
     fits = _are_plain(ids)
     if without:

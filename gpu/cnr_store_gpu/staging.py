@@ -284,6 +284,7 @@ class StagingBuffers:
         self._slots: list[_Slot] = []
         self._free: list[_Slot] = []
         self._small: SmallLayout | None = None
+        self._like: object = None
         self._lock = threading.Lock()
 
     @property
@@ -303,7 +304,7 @@ class StagingBuffers:
         with self._lock:
             return len(self._free) < len(self._slots)
 
-    def gather(self, requests: Mapping[str, RowRequest]) -> Staged:
+    def gather(self, requests: Mapping[str, RowRequest], *, like: object = None) -> Staged:
         """Copy the asked rows of all tables as they are now.
 
         Call it at a step boundary, from the thread that trains: nothing may write the tables until it returns. On the
@@ -314,6 +315,10 @@ class StagingBuffers:
         ----------
         requests
             Rows and tensors by table. A table without rows yields tensors ``(0, ...)``.
+        like
+            With the same object as in the gather before, the caller says that tables and tensors have the names,
+            dtypes, devices, layouts and numbers of elements that they had then: these are not compared. It is kept
+            until the next gather.
 
         Raises
         ------
@@ -332,7 +337,7 @@ class StagingBuffers:
         try:
             order = {table: tuple(request.tensors) for table, request in requests.items()}
             staged = Staged(order, lambda: self._free_when_done(slot))
-            self._stage(staged, slot, requests)
+            self._stage(staged, slot, requests, like)
         except BaseException:
             self._free_when_done(slot)
             raise
@@ -363,15 +368,16 @@ class StagingBuffers:
 
     # ---- copies
 
-    def _stage(self, staged: Staged, slot: _Slot, requests: Mapping[str, RowRequest]) -> None:
+    def _stage(self, staged: Staged, slot: _Slot, requests: Mapping[str, RowRequest], like: object) -> None:
         for table in self.quantize.keys() & requests.keys():
             self._check_quantizer(table, requests[table])
         here = Delivery()
         by_device: dict[torch.device, tuple[list[StagedArray], list[StagedIds]]] = {}
         rest = requests
         if self._given is None:
-            small = small_copies(requests, without=self.quantize, known=self._small)
-            self._small = small.layout
+            is_like = like is not None and like is self._like
+            small = small_copies(requests, without=self.quantize, known=self._small, is_like=is_like)
+            self._small, self._like = small.layout, like
             if small.row_ids:
                 memory = slot.memory.take(("small rows", "", ""), (small.end,), torch.uint8, at_most=small.most)
                 small.copy(requests, memory)

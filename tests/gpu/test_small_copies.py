@@ -138,6 +138,21 @@ def test_small_copies_that_are_alike_lie_end_to_end(data: st.DataObject) -> None
         staged.release()
 
 
+def test_a_gather_like_the_one_before_copies_the_tensors_as_they_are_now() -> None:
+    buffers, kind = StagingBuffers(), object()
+    tensors = {"weight": torch.arange(8.0).view(4, 2), "sum": torch.arange(4.0)}
+    for rows in ([0, 3], [1, 2, 3], []):
+        tensors["sum"] += 1
+        staged = buffers.gather({"t": RowRequest(np.array(rows, np.int64), tensors)}, like=kind)
+        expected = gather_rows(tensors, np.array(rows, np.int64))
+        assert all(torch.equal(staged.tensors["t"][name], one) for name, one in expected.items())
+        staged.release()
+
+    tensors["sum"].resize_(2)
+    with pytest.raises(BadShape):
+        buffers.gather({"t": RowRequest(np.array([0]), tensors)}, like=kind)
+
+
 def test_a_row_outside_of_a_small_table_is_refused_before_any_copy() -> None:
     buffers, good = StagingBuffers(), torch.ones(4, 2)
     buffers.gather({"good": RowRequest(np.arange(4), {"weight": good})}).release()

@@ -20,7 +20,7 @@ from cnr_store.format.records import SlotSchema, TableSchema
 from cnr_store.runtime.ranks import OneRank
 from cnr_store.training.document import slot_documents
 from cnr_store.training.kept_plan import KeptPlan, LocalState
-from cnr_store.training.shards import hold, weights_of
+from cnr_store.training.shards import are_in_place, hold
 from cnr_store.training.state import (
     find_local_shards,
     live_slots,
@@ -180,6 +180,14 @@ def assert_equal(found: LocalState, expected: LocalState) -> None:
     assert found.documents == expected.documents
 
 
+def kinds_of(local: LocalState) -> dict[str, list[object]]:
+    """What a gather with `LocalState.like` takes as known of the slots."""
+    return {
+        name: [(slot, one.dtype, one.layout, one.device, one.ndim, one.numel()) for slot, one in own.items()]
+        for name, own in local.slots.items()
+    }
+
+
 def vars_of(one: Any) -> tuple[object, ...]:
     return one.name, id(one.parameter), one.optimizer, one.group, one.is_table
 
@@ -190,6 +198,7 @@ def vars_of(one: Any) -> tuple[object, ...]:
 )
 def test_a_kept_plan_is_the_one_made_anew(kind: str, actions: list[tuple[Callable[[Planned], None], bool]]) -> None:
     one = Planned(kind)
+    known: tuple[object, dict[str, list[object]]] = object(), {}
 
     for act, saves in actions:
         one.extra += 1
@@ -201,6 +210,8 @@ def test_a_kept_plan_is_the_one_made_anew(kind: str, actions: list[tuple[Callabl
             continue
         found, expected = one.kept.local_state(), one.fresh()
         assert_equal(found, expected)
+        assert found.like is not known[0] or kinds_of(found) == known[1]
+        known = found.like, kinds_of(found)
         assert one.kept.tables_anew(found, one.schemas, one.options) == {
             shard.table
             for name, shard in expected.state.shards.items()
@@ -220,6 +231,7 @@ def test_a_training_that_goes_on_keeps_its_plan(kind: str) -> None:
 
     assert second.state is first.state
     assert second.documents is first.documents
+    assert second.like is first.like
     assert_equal(second, one.fresh())
 
 
@@ -252,14 +264,13 @@ def test_a_state_dict_hook_that_leaves_out_other_buffers_later_is_seen() -> None
     assert before.keys() - planned.kept.state_plan().dense.keys() == {"scaling.running_mean"}
 
 
-def test_weights_of_many_shards_are_those_of_each() -> None:
+def test_shards_are_in_place_until_a_parameter_has_other_memory() -> None:
     model = nn.ModuleList(nn.Embedding(4, 2) for _ in range(3))
     _, shards = find_local_shards(model, [], (), OneRank())
-    before = [*weights_of(shards)]
+    assert are_in_place(shards)
+    assert all(shard.weight is shard.view for shard in shards)
+
     model[1].weight.data = torch.ones(4, 2)  # a library may give a parameter other memory
 
-    weights = weights_of(shards)
-
-    assert all(one is shard.view for one, shard in zip(before, shards, strict=True))
-    assert [one.data_ptr() for one in weights] == [shard.weight.data_ptr() for shard in shards]
-    assert weights[1].data_ptr() != before[1].data_ptr()
+    assert not are_in_place(shards)
+    assert shards[1].weight.data_ptr() != shards[1].view.data_ptr()
