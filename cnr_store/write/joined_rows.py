@@ -9,7 +9,7 @@ Pure computation on threads, no I/O. Nothing here moves a mirror but `move_run`,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -66,14 +66,16 @@ class JoinedRows:
         """Where the rows of each table begin."""
         return np.cumsum(self.counts) - self.counts
 
-    def update(self, number: int) -> RowUpdate:
-        """Return the rows of one table, not copied."""
-        start = int(self.starts[number])
-        rows = slice(start, start + int(self.counts[number]))
-        slots = {name: array[rows] for name, array in self.slots.items()}
-        table, rectangle = self.keys[number]
-        nonfinite = self.nonfinite[number] if self.nonfinite else None
-        return RowUpdate(table, self.row_ids[rows], self.values[rows], slots, nonfinite, rectangle)
+    def updates(self, chosen: Iterable[int]) -> list[RowUpdate]:
+        """Return the rows of some tables, table by table, not copied."""
+        starts, counts, found = self.starts.tolist(), self.counts.tolist(), []
+        for number in chosen:
+            rows = slice(starts[number], starts[number] + counts[number])
+            slots = {name: array[rows] for name, array in self.slots.items()}
+            table, rectangle = self.keys[number]
+            nonfinite = self.nonfinite[number] if self.nonfinite else None
+            found.append(RowUpdate(table, self.row_ids[rows], self.values[rows], slots, nonfinite, rectangle))
+        return found
 
     def take(self, chosen: Sequence[int]) -> JoinedRows:
         """Return the rows of some tables, in this order."""

@@ -46,7 +46,7 @@ class RowGroup:
 
     def updates(self) -> list[RowUpdate]:
         """Return the rows of each table."""
-        return [*map(self.rows.update, range(len(self.rows.keys)))]
+        return self.rows.updates(range(len(self.rows.keys)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +88,8 @@ def plan_rows(updates: Sequence[RowUpdate], given: Iterable[JoinedRows], find: F
             if _add_group(plan, rows.take(own.at), replace(own, at=[-1] * len(own.at))):
                 together.update(own.at)
         if len(together) < len(rows.keys):
-            plan.rest.extend((-1, rows.update(at)) for at in range(len(rows.keys)) if at not in together)
+            alone = (at for at in range(len(rows.keys)) if at not in together)
+            plan.rest.extend((-1, update) for update in rows.updates(alone))
     return plan
 
 
@@ -176,5 +177,5 @@ def encode_groups(
     for group in groups:
         own, left = encode_joined(group.rows, group.arrays, group.found, workers)
         runs += own
-        alone += [(group.found.at[k], group.rows.update(k)) for k in left]
+        alone += zip(map(group.found.at.__getitem__, left), group.rows.updates(left), strict=True)
     return runs, alone
