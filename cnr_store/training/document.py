@@ -63,7 +63,8 @@ class SlotDocument(msgspec.Struct, frozen=True):
 class RateDocument(msgspec.Struct, frozen=True):
     """What the next process needs to know of how exact tables are stored.
 
-    ``restores``: how often the state was restored on its way here. ``bits``: by table, the width that its scale is for.
+    ``restores``: how often the state was restored on its way here. ``bits``: by table, the width that its scale is for,
+    if options named one. ``given``: tables whose scale was given, by ``scale=`` or ``max_error=``.
     ``first_loss``, ``loss``: the mean loss at the first save and now, of ``losses`` that were reported. ``halved``: by
     table, how often the schedule has halved its scale. ``calibrated``: by table, the scale that a validation chose.
     """
@@ -75,6 +76,7 @@ class RateDocument(msgspec.Struct, frozen=True):
     losses: Size = 0
     halved: dict[str, Size] = {}
     calibrated: dict[str, Scale] = {}
+    given: list[str] = []
 
 
 class TrainerDocument(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from cnr_store.encodings import affine, widths
 from cnr_store.encodings.choose import choose_greedy, expected_bits
 from cnr_store.encodings.lattice import LARGEST_SCALE, SMALLEST_SCALE
 from cnr_store.encodings.sampling import RowSample
-from cnr_store.encodings.scale import ScaleChoice, measure_scale
+from cnr_store.encodings.scale import ScaleChoice, choose_scale, measure_scale
 from cnr_store.encodings.widths import EXACT_MANTISSA_BITS, to_float32
 from cnr_store.errors import BadDtype, BadInput, BadShape
 from cnr_store.format.limits import MAX_DIM, MAX_ELEMENTS, MAX_SLOTS
@@ -188,11 +188,18 @@ def choose_table_scale(
     if encoding_name(options, dtype) != "lattice":
         return None
     given = options.scale is not None or options.max_error is not None
-    precision = (
-        Precision(scale=options.scale, max_error=options.max_error) if given else Precision(bits=asked_bits(options))
-    )
+    precision = _given(options) if given else Precision(bits=asked_bits(options))
     may_escape = options.nonfinite == "escape"
     return measure_scale(_sampled(sample, dtype), dtype, precision, held=held, may_escape=may_escape)
+
+
+def given_scale(options: TableOptions) -> float:
+    """Return the lattice scale of options with ``scale=`` or ``max_error=``."""
+    return choose_scale(np.empty((0, 1), np.float32), _given(options))
+
+
+def _given(options: TableOptions) -> Precision:
+    return Precision(scale=options.scale, max_error=options.max_error)
 
 
 def encoding_name(options: TableOptions, dtype: str) -> EncodingName:

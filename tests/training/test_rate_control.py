@@ -175,6 +175,53 @@ def test_a_fixed_width_stays_whatever_happens(url: str) -> None:
         assert Life(url, options=fixed).next(number).scales == {}
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "factor"),
+    [
+        ({"bits": 4}, {"bits": 8}, 1 / 16),
+        ({"bits": 4}, {}, 1 / 16),
+        ({}, {"bits": 4}, 16),
+        ({"scale": 0.1}, {"scale": 0.07}, 0.7),
+        ({"max_error": 0.1}, {"max_error": 0.01}, 0.1),
+        ({"max_error": 0.1}, {"max_error": 0.5}, 5),
+        ({"scale": 0.3}, {}, 1 / 30),
+        ({"bits": 2}, {"scale": 0.3}, 1 / 2),
+    ],
+)
+def test_options_that_changed_since_the_checkpoint_take_effect(
+    first: dict[str, Any], then: dict[str, Any], factor: float, url: str
+) -> None:
+    """A regression: a resumed run kept the scale for good, so that rows could err by more than max_error= asked for."""
+    Life(url, options=TableOptions(**first)).next(0)
+    store = Store.open(url)
+    before = step_of(store.snapshot())
+
+    changed = Life(url, options=TableOptions(**then)).next(1)
+
+    assert (changed.kind, list(changed.scales)) == ("baseline", ["weight"])
+    assert "asked for now" in changed.scales["weight"].reason
+    assert step_of(store.snapshot()) / before == pytest.approx(factor, rel=0.5)
+    again = Life(url, options=TableOptions(**then)).next(2)
+    assert (again.kind, again.scales) == ("delta", {})
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"max_error": 0.1}, {"max_error": 0.12}),
+        ({"scale": 0.125}, {"max_error": 0.0625}),
+        ({"bits": 8}, {}),
+        ({}, {"bits": 8}),
+    ],
+)
+def test_options_that_the_checkpoint_meets_change_nothing(
+    first: dict[str, Any], then: dict[str, Any], url: str
+) -> None:
+    Life(url, options=TableOptions(**first)).next(0)
+    report = Life(url, options=TableOptions(**then)).next(1)
+    assert (report.kind, report.scales) == ("delta", {})
+
+
 @pytest.mark.parametrize("policy", ["baseline", "one_shot", "intermittent"])
 def test_policies_that_cannot_refine_choose_a_new_scale_in_a_full(policy: Any, url: str) -> None:
     for number in range(2):

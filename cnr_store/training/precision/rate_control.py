@@ -20,9 +20,10 @@ from cnr_store.training.document import RateDocument
 from cnr_store.training.precision.measuring import ScaleMeter, step_of
 from cnr_store.training.save_interval import SaveInterval
 from cnr_store.training.shards import Holdings
-from cnr_store.types import AffineBits
+from cnr_store.types import AffineBits, Encoding, Lattice
 from cnr_store.write.policy import Decision
 from cnr_store.write.rate import (
+    DRIFT,
     Refinement,
     bits_after,
     halvings_for_loss,
@@ -31,7 +32,7 @@ from cnr_store.write.rate import (
     refinement,
     smoothed,
 )
-from cnr_store.write.schema_choice import asked_bits
+from cnr_store.write.schema_choice import asked_bits, given_scale
 from cnr_store.write.table_options import TableOptions
 from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
@@ -215,10 +216,10 @@ class RateControl:
             self._follow_loss(ranks, writer)
         growing: dict[str, tuple[AffineBits, AffineBits]] = {}
         for table, options in self._options.items():
-            if table not in kept or options.bits is None:
+            if table not in kept:
                 continue
             if options.bits != "auto":
-                self._bits[table] = options.bits
+                self._follow_options(table, writer.snapshot.tables[table].encoding, document)
                 continue
             assert options.expected_restores is not None  # refused when the manager was made
             bits = known_bits(document.bits, table, options.expected_restores)
@@ -244,6 +245,29 @@ class RateControl:
                 logger.info(
                     "table %s: %d bits instead of %d (%s): %s", table, wanted, bits, reason, _effect_of(planned)
                 )
+
+    def _follow_options(self, table: str, encoding: Encoding, document: RateDocument) -> None:
+        """Plan a baseline of a table whose options ask for another scale than those of the checkpoint did."""
+        options = self._options[table]
+        if options.bits is not None:
+            self._bits[table] = asked_bits(options)
+        if not isinstance(encoding, Lattice) or not self._is_lattice(table):
+            return
+        if self._schedule != "constant" or table in self._calibrated:
+            return
+        if self._has_target(table):
+            known = None if table in document.given else document.bits.get(table, asked_bits(TableOptions()))
+            if known == asked_bits(options):
+                return
+            reason = f"bits={asked_bits(options)} is asked for now, not {known or 'a given scale'}"
+        else:
+            # A scale that was halved since is still the one that was given.
+            asked, chosen = given_scale(options), encoding.scale
+            if chosen == asked or (options.max_error is not None and asked / DRIFT < chosen <= asked):
+                return
+            reason = f"a scale of {asked:.6g} is asked for now, not {chosen:.6g}"
+        self._pending[table] = Refinement("baseline", 0, asked_bits(options), reason)
+        logger.info("table %s: %s: %s", table, reason, _effect_of(self._pending[table]))
 
     def _follow_loss(self, ranks: Ranks, writer: Writer) -> None:
         """Plan the halvings that the loss of the checkpoint asks for, as far as codes have room."""
@@ -370,9 +394,10 @@ class RateControl:
 
     def document(self) -> RateDocument:
         """Return what the next checkpoint records, after `stage`."""
+        given = [t for t in sorted(self._options.keys() - self._calibrated.keys()) if not self._has_target(t)]
         return RateDocument(
             restores=self._restores, bits={**self._bits, **self._staged}, first_loss=self._staged_first,
-            loss=self._loss, losses=self._losses, halved=self._halved_after(), calibrated=self._calibrated,
+            loss=self._loss, losses=self._losses, halved=self._halved_after(), calibrated=self._calibrated, given=given,
         )  # fmt: skip
 
     def _halved_after(self) -> dict[str, int]:
