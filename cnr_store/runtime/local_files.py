@@ -32,6 +32,7 @@ _ADVICE = {
 }
 # Without these (Windows) a link is followed, and a pipe waited for.
 _NO_FOLLOW, _NO_WAIT = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
+_BINARY = getattr(os, "O_BINARY", 0)  # Windows: without it the ends of lines change
 _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
@@ -72,7 +73,7 @@ def read_at_most(path: Path, limit_bytes: int) -> bytes:
     OSError
         The file does not exist, is a link or no regular file, or cannot be read.
     """
-    fd = os.open(path, os.O_RDONLY | _NO_FOLLOW | _NO_WAIT)
+    fd = os.open(path, os.O_RDONLY | _NO_FOLLOW | _NO_WAIT | _BINARY)
     with os.fdopen(fd, "rb") as file:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
@@ -88,7 +89,7 @@ def write_whole(path: Path, data: bytes) -> None:
     ------
     OSError
     """
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NO_FOLLOW, 0o666)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NO_FOLLOW | _BINARY, 0o666)
     with os.fdopen(fd, "wb") as file:
         file.write(data)
 

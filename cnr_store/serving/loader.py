@@ -446,4 +446,5 @@ def _leave_to_parent() -> None:
         loader._thread = None
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_leave_to_parent)

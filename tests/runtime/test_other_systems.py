@@ -2,24 +2,69 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import json
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import mypy
+
 ROOT = Path(__file__).resolve().parents[2]
+STUBS = Path(mypy.__file__).parent / "typeshed" / "stdlib"
+SYSTEM_MODULES = ("os", "signal", "time", "errno", "select", "mmap")
+USED_BY_OTHERS = {"O_TMPFILE"}  # by the standard library for Linux
+NOT_ON_WINDOWS = ("fcntl", "grp", "pwd", "resource", "termios")
+# Packages come first: here they are those for Linux.
 WITHOUT_POSIX = """
-import os, sys
-sys.modules["fcntl"] = None  # an import raises ImportError, as on Windows
-for name in ("O_DIRECTORY", "O_CLOEXEC", "O_PATH", "O_NOFOLLOW", "O_NONBLOCK", "posix_fallocate"):
-    delattr(os, name)
+import asyncio, concurrent.futures, importlib, json, multiprocessing, subprocess, sys
+import fsspec.implementations.memory, numba, numcodecs, numpy, pyarrow.parquet, rich.console, typer.testing, zarr
+for module, names in json.loads(sys.argv[1]).items():
+    for name in names:
+        delattr(importlib.import_module(module), name)
+for module in json.loads(sys.argv[2]):
+    sys.modules[module] = None  # an import raises ImportError, as on Windows
+import os
 os.supports_dir_fd = set()
 """
 
 
+def names_of(statement: ast.stmt) -> Iterator[str]:
+    """The names that a statement of a stub defines."""
+    match statement:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+            yield name
+        case ast.ImportFrom(names=imported):
+            yield from (one.asname or one.name for one in imported)
+
+
+def lacking_on_windows(module: str) -> list[str]:
+    """What a module has here, and on Windows not, by the type stubs of the standard library."""
+    stub = next(path for path in (STUBS / f"{module}.pyi", STUBS / module / "__init__.pyi") if path.exists())
+    there: set[str] = set()
+    absent: set[str] = set()
+
+    def walk(body: Sequence[ast.stmt], found: set[str]) -> None:
+        for statement in body:
+            if isinstance(statement, ast.If):
+                test = ast.unparse(statement.test)
+                elsewhere = "platform != 'win32'" in test or "platform == 'linux'" in test
+                walk(statement.body, absent if elsewhere else found)
+                walk(statement.orelse, absent if test == "sys.platform == 'win32'" else found)
+            else:
+                found.update(names_of(statement))
+
+    walk(ast.parse(stub.read_text()).body, there)
+    return sorted((absent - there - USED_BY_OTHERS) & set(dir(importlib.import_module(module))))
+
+
 def run(script: str, folder: Path) -> str:
+    names = {module: lacking_on_windows(module) for module in SYSTEM_MODULES}
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_POSIX + textwrap.dedent(script)],
+        [sys.executable, "-c", WITHOUT_POSIX + textwrap.dedent(script), json.dumps(names), json.dumps(NOT_ON_WINDOWS)],
         cwd=folder, capture_output=True, text=True, check=False,
         env={"PYTHONPATH": f"{ROOT}:{ROOT / 'gpu'}:{ROOT / 'tools'}", "NUMBA_CACHE_DIR": str(folder)},
     )  # fmt: skip
@@ -28,6 +73,7 @@ def run(script: str, folder: Path) -> str:
 
 
 def test_a_store_is_read_where_posix_calls_are_missing(tmp_path: Path) -> None:
+    """Once `cnr_store.serving` could not be imported on Windows, which has no `os.register_at_fork`."""
     printed = run(
         """
         import numpy as np
@@ -39,11 +85,13 @@ def test_a_store_is_read_where_posix_calls_are_missing(tmp_path: Path) -> None:
         print(Store.open("memory://other-system").snapshot().table("t").read().sum())
         with cnr_store.serving.Loader("memory://other-system") as loader:
             print(loader.lookup("t", [1]).shape)
+        done = typer.testing.CliRunner().invoke(cnr_store_tools.cli.app, ["show", "memory://other-system"])
+        print(done.exit_code)
         """,
         tmp_path,
     )
 
-    assert printed.split() == ["36.0", "(1,", "4)"]
+    assert printed.splitlines() == ["36.0", "(1, 4)", "0"]
 
 
 def test_a_local_folder_is_refused_where_it_is_not_safe(tmp_path: Path) -> None:

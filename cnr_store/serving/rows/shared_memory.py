@@ -502,4 +502,5 @@ def _disown_in_child() -> None:
             publisher.leave()
 
 
-os.register_at_fork(after_in_child=_disown_in_child)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_disown_in_child)
