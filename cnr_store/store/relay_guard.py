@@ -24,7 +24,7 @@ class RelayGuard:
         """Return the error of an operation that changes a store."""
         return ReadOnlyStore(
             f"{self._storage.url} is a relay, a read-only copy of {self.marker.source}; do this at the source, "
-            "or, if that is lost, in an independent store made of the relay: cnr copy RELAY TARGET --all",
+            "or, if that is lost, in an independent store made of the relay: cnr promote RELAY TARGET",
             path=self._storage.url,
             found=self.marker.source,
         )

@@ -244,6 +244,9 @@ def test_names_are_listed_and_given_by_step(root: Path) -> None:
     assert cnr("rollback", root, "--step", "20", "--json").document["target"] == 3
     assert cnr("fork", root, "named", "--tag", "by-step", "--json").document["version"] == 3
     assert cnr("rollback", root, "--tag", "by-step", "--json").document["target"] == 3
+    numbered, tagged = (cnr("diff", root, name, 4, "--json").document for name in (3, "by-step"))
+    assert tagged == numbered
+    assert cnr("diff", root, 3, "no-such-tag").code == 3
     assert cnr("rollback", root).code == 4
     assert cnr("rollback", root, "3", "--tag", "by-step").code == 4
     assert cnr("rollback", root, "3", "--step", "20").code == 4

@@ -490,7 +490,7 @@ def test_promote_makes_a_store_of_a_relay_whose_source_is_lost(store: Store, tmp
     done = cnr("promote", tmp_path / "near", tmp_path / "new")
 
     assert f"the source's version {newest}" in done.out
-    assert f"newest state is step {step}" in done.out
+    assert f"newest version is {newest}, step {step}, of " in done.out
     assert str(source) in done.out
     with Store.open(str(tmp_path / "new")) as promoted, promoted.writer():
         assert promoted.relay is None

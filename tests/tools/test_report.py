@@ -82,7 +82,7 @@ def test_a_report_shows_versions_tables_and_names(url: str, tmp_path: Path) -> N
     assert done.document["versions"] == 12  # the beginning, a fence, seven saves, a tag, a channel, and the fork
     assert "script" not in tags
     assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;&amp;&quot;&#x27;") == 1
-    assert all(f">{name}<" in page for name in ("user", "good", "serving", "experiment"))
+    assert all(f">{name}<" in page for name in ("user", "good", "serving", "experiment", "deltas"))
     assert len(re.findall(r'<rect class="delta"[^>]*><title>version \d+, step \d+[^<]*delta, ', page)) == 6 * 2
     assert "every object that a version needs was read" in page
 
@@ -109,6 +109,7 @@ def test_a_report_shows_what_compaction_did(url: str, tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text()
     checked(page)
     assert len(re.findall(r'<rect class="compact"[^>]*><title>[^<]*in 1 segment', page)) == 1
+    assert ">deltas<" not in page, "a column without a value"
 
 
 def test_a_report_shows_stalls_and_ages(tmp_path: Path) -> None:

@@ -231,18 +231,18 @@ def _version_parts(document: Document) -> Iterator[Part]:
 
 def diff(
     url: Url,
-    before: Annotated[int, typer.Argument(metavar="A", min=0, help="The earlier version.")],
-    after: Annotated[int, typer.Argument(metavar="B", min=0, help="The later version.")],
+    before: Annotated[str, typer.Argument(metavar="A", help="The earlier version: its number, or a tag.")],
+    after: Annotated[str, typer.Argument(metavar="B", help="The later version: its number, or a tag.")],
     branch: Branch = None,
     storage_option: StorageOptions = None,
     json: Json = False,
 ) -> None:
     """Compare the tables of two versions. Prints changed rows, norms, and the bytes that only the later one needs."""
     with open_store(url, storage_option, branch) as store:
-        old, new = store.snapshot(before), store.snapshot(after)
+        old, new = _numbered_or_tagged(store, before), _numbered_or_tagged(store, after)
         known = {entry.seg for entry in old.record.chain}
         document: Document = {
-            "url": store.url, "branch": store.branch, "before": before, "after": after,
+            "url": store.url, "branch": store.branch, "before": old.version, "after": new.version,
             "stored_bytes": sum(entry.bytes for entry in new.record.chain if entry.seg not in known),
             "tables": to_document(compare_tables(old, new)),
         }  # fmt: skip
@@ -254,11 +254,17 @@ def diff(
         "norm_after": "norm B",
     }  # fmt: skip
     drawn = table(
-        f"{place_text(document)}, version {before} to {after}",
+        f"{place_text(document)}, version {document['before']} to {document['after']}",
         [{short.get(key, key): value for key, value in item.items()} for item in document["tables"]],
         [short.get(name, name) for name in columns], ("norm A", "removed", "added"),
     )  # fmt: skip
-    emit(document, (drawn, f"version {after} needs {size_text(document['stored_bytes'])} more"), as_json=json)
+    needs = f"version {document['after']} needs {size_text(document['stored_bytes'])} more"
+    emit(document, (drawn, needs), as_json=json)
+
+
+def _numbered_or_tagged(store: Store, name: str) -> Snapshot:
+    is_number = name.isascii() and name.isdigit()
+    return store.snapshot(int(name)) if is_number else store.snapshot(tag=name)
 
 
 def version(json: Json = False) -> None:

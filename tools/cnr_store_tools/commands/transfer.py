@@ -283,8 +283,8 @@ def promote(
         )  # fmt: skip
         newest = store.head().record
     lost = (
-        f"the relay's newest state is step {newest.step}, of {time_text(newest.ts_ms)}; what {store.relay.source} saved"
-        " later is not in it"
+        f"the relay's newest version is {newest.v}, step {newest.step}, of {time_text(newest.ts_ms)}; what"
+        f" {store.relay.source} saved later is not in it"
     )
     emit({"url": store.url, **to_document(report)}, (_copy_text(report), lost), as_json=json)
 

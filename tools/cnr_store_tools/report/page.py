@@ -160,18 +160,21 @@ def _times(facts: StoreFacts) -> str:
 
 
 def _tables(facts: StoreFacts) -> str:
+    has_deltas = len(facts.segments) > 1
+
     def cells() -> Iterator[Sequence[str]]:
         for table in facts.tables[:MOST_TABLES]:
             last = table.changed[-1] if table.changed else 0
             share = f"{last / table.rows:.1%}" if table.rows else ""
             yield (
                 escape(one_line(table.name)), f"{table.rows:,}", str(table.dim), escape(table.encoding),
-                escape(table.slots), f"{last:,}", share, sparkline(table.changed[1:]),
+                escape(table.slots), f"{last:,}", share, *[sparkline(table.changed[1:])] * has_deltas,
             )  # fmt: skip
 
     left_out = len(facts.tables) - MOST_TABLES
     more = f'<p class="quiet">and {left_out:,} smaller tables</p>' if left_out > 0 else ""
-    header = ("table", "#rows", "#dim", "encoding", "optimizer state", "#rows of the last segment", "#share", "deltas")
+    header = ["table", "#rows", "#dim", "encoding", "optimizer state", "#rows of the last segment", "#share"]
+    header += ["deltas"] * has_deltas
     return f"<h2>Tables of the newest version</h2>{_raw_table(header, cells())}{more}"
 
 
