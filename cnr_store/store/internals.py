@@ -269,7 +269,9 @@ class StoreInternals:
 
     def _expired(self, head: CommitRecord, version: int) -> VersionExpired:
         return VersionExpired(
-            f"version {version} of {self.place} has expired; the floor is {head.floor}", version=version
+            f"version {version} of {self.place} has expired: below version {head.floor} only those remain that a tag, "
+            "channel, branch, lease or policy keeps",
+            version=version,
         )
 
 

@@ -169,7 +169,9 @@ def _check_version(store: Store, view: LogView, version: int | None, findings: F
             raise VersionNotFound(f"{store.url} has no version {version}", version=version)
     if view.head is not None and not is_live(view.head.record, version):
         raise VersionExpired(
-            f"version {version} of {store.url} has expired; the floor is {view.head.record.floor}", version=version
+            f"version {version} of {store.url} has expired: below version {view.head.record.floor} only those remain "
+            "that a tag, channel, branch, lease or policy keeps",
+            version=version,
         )
 
 
