@@ -100,7 +100,7 @@ gpu:
 
 docs: $(VENV)/.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
-	@echo "open build/site/index.html"
+	@echo "open build/site/index.html; with its search: $(BIN)/python -m http.server -d build/site"
 
 soak: $(VENV)/.stamp azurite redis
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "soak or slow" --timeout 0 tests
