@@ -47,7 +47,7 @@ def test_each_writer_adds_its_own_objects_to_a_save(tmp_path):
 
 def test_a_small_run_prints_every_section(tmp_path, monkeypatch, capsys):
     target = tmp_path / "growth.json"
-    sizes = "--sizes 20000 40000 --versions 2 4 --tables 1 3 --writers 1 2 --rows 2000 --touched 1000 --repeats 2"
+    sizes = "--sizes 20000 40000 --versions 2 4 --tables 1 3 --writers 1 2 --rows 2000 --touched 1000 --repeats 1"
     arguments = [*sizes.split(), "--folder", str(tmp_path), "--json", str(target)]
     monkeypatch.setattr(sys, "argv", ["bench_growth.py", *arguments])
     bench_growth.main()

@@ -2,6 +2,7 @@ import json
 import math
 import sys
 from dataclasses import replace
+from functools import cache
 
 import bench_quality
 import numpy as np
@@ -27,6 +28,8 @@ from cnr_store.types import Lattice
 from cnr_store_tools.demo.train import train_step
 
 TINY = Source("generated", samples=16_000)
+ran = cache(run)
+"""Several tests compare with one run."""
 
 
 def point(family, row_bytes, loss, *, moved=1e-4):
@@ -37,14 +40,14 @@ def point(family, row_bytes, loss, *, moved=1e-4):
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("optimizer", ["rowwise", "adagrad", "adam"])
 def test_exact_mode_changes_nothing_however_often_it_is_restored(optimizer):
-    reference = run(Order(TINY, 0, None, 0, optimizer))
-    restored = run(Order(TINY, 0, Setting("exact"), 3, optimizer))
+    reference = ran(Order(TINY, 0, None, 0, optimizer))
+    restored = ran(Order(TINY, 0, Setting("exact"), 3, optimizer))
     assert restored.trained == restored.served == reference.trained
     assert reference.trained.moved == 0.0
 
 
 def test_coarse_rows_change_the_outcome_and_take_fewer_bytes():
-    exact, coarse = (run(Order(TINY, 0, setting, 3)) for setting in (Setting("exact"), Setting("lattice", 2)))
+    exact, coarse = (ran(Order(TINY, 0, setting, 3)) for setting in (Setting("exact"), Setting("lattice", 2)))
     assert coarse.trained.moved > 0.0
     assert coarse.served.moved > 0.0
     assert 0 < coarse.row_bytes < exact.row_bytes
@@ -56,7 +59,7 @@ def test_coarse_rows_change_the_outcome_and_take_fewer_bytes():
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
 def test_coarse_slots_take_fewer_bytes_and_leave_weights_exact(optimizer):
-    exact = run(Order(TINY, 0, Setting("exact"), 3, optimizer))
+    exact = ran(Order(TINY, 0, Setting("exact"), 3, optimizer))
     fine, coarse = (run(Order(TINY, 0, Setting("slots", mantissa=m, step=1.0), 3, optimizer)) for m in (7, 0))
     assert coarse.trained.moved > 0.0
     assert 0 < coarse.slot_bytes < fine.slot_bytes < exact.slot_bytes
@@ -169,7 +172,7 @@ def test_a_finer_point_that_moves_predictions_more_counts_for_coarser_ones():
 
 
 def test_losses_are_paired_by_seed():
-    reference = {seed: run(Order(TINY, seed, None, 0)) for seed in (0, 1)}
+    reference = {seed: ran(Order(TINY, seed, None, 0)) for seed in (0, 1)}
     same = point_of(Setting("exact"), 1, reference, reference, "trained")
     assert (same.auc, same.logloss) == (Estimate(0.0, 0.0), Estimate(0.0, 0.0))
     assert same.true_logloss.mean == 0.0
