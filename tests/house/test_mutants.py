@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -45,15 +44,11 @@ def is_there(test: str) -> bool:
     return all(re.search(rf"^\s*(def|class) {name}\b", source, re.MULTILINE) for name in names)
 
 
-def make_mutants(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.mutants.run", "--jobs", "1", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_small_tier_is_caught() -> None:
-    found = make_mutants("--tier", "small")
+    command = [sys.executable, "-m", "tests.mutants.run", "--jobs", "1", "--tier", "small"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
     assert found.returncode == 0, found.stdout + found.stderr
 
@@ -70,33 +65,54 @@ tests = ["{test}"]
 """
 
 
-def test_a_mutation_that_no_test_notices_is_told(tmp_path: Path) -> None:
-    entries = [
-        ENTRY.format(name="noticed", old="xxh3_128_hexdigest(data)", new="xxh64_hexdigest(data)", test=OWN),
-        ENTRY.format(name="overlooked", old="if found != digest:", new="if False:", test=OWN),
-        ENTRY.format(name="gone", old="no such line", new="", test=OWN),
-        ENTRY.format(name="untested", old="if len(data) != size_bytes:", new="if False:", test=f"{OWN}_of_another"),
-    ]
-    (tmp_path / "area.toml").write_text("".join(entries))
+EXAMPLES = """
+import sys
+from tests.mutants.run import main
 
-    found = make_mutants("--lists", str(tmp_path))
+for folder, *options in (("told", ), ("hangs", "--timeout", "2")):
+    print("exit code", main(["--jobs", "1", "--lists", f"{sys.argv[1]}/{folder}", *options]), flush=True)
+"""
 
-    assert found.returncode == 1
-    assert re.search(r"^caught .* area: noticed$", found.stdout, re.MULTILINE)
-    assert re.search(r"^SURVIVED .* area: overlooked$", found.stdout, re.MULTILINE)
-    assert re.search(r"^does not apply: gone: `old` stands 0 times .* area: gone$", found.stdout, re.MULTILINE)
-    assert re.search(r"^tests that do not pass without it: .* area: untested$", found.stdout, re.MULTILINE)
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """What is printed of two lists that are no real ones, by one process: what it needs takes seconds to import."""
+    folder = tmp_path_factory.mktemp("lists")
+    hangs = "__import__('time').sleep(60)"
+    entries = {
+        "told": [
+            ENTRY.format(name="noticed", old="xxh3_128_hexdigest(data)", new="xxh64_hexdigest(data)", test=OWN),
+            ENTRY.format(name="overlooked", old="if found != digest:", new="if False:", test=OWN),
+            ENTRY.format(name="gone", old="no such line", new="", test=OWN),
+            ENTRY.format(name="untested", old="if len(data) != size_bytes:", new="if False:", test=f"{OWN}_of_another"),
+        ],
+        "hangs": [ENTRY.format(name="hangs", old="xxhash.xxh3_128_hexdigest(data)", new=hangs, test=OWN)],
+    }
+    for name, of_list in entries.items():
+        (folder / name).mkdir()
+        (folder / name / "area.toml").write_text("".join(of_list))
+    command = [sys.executable, "-c", EXAMPLES, str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told, hung, _ = re.split(r"(?<=^exit code \d)\n", done.stdout, flags=re.MULTILINE)
+    return told, hung
+
+
+def test_a_mutation_that_no_test_notices_is_told(examples: tuple[str, str]) -> None:
+    told, _ = examples
+
+    assert told.endswith("exit code 1")
+    assert re.search(r"^caught .* area: noticed$", told, re.MULTILINE)
+    assert re.search(r"^SURVIVED .* area: overlooked$", told, re.MULTILINE)
+    assert re.search(r"^does not apply: gone: `old` stands 0 times .* area: gone$", told, re.MULTILINE)
+    assert re.search(r"^tests that do not pass without it: .* area: untested$", told, re.MULTILINE)
     assert "xxh3_128_hexdigest(data)" in (ROOT / "cnr_store/storage/base.py").read_text()
 
 
-def test_a_test_that_runs_out_of_time_is_told_apart(tmp_path: Path) -> None:
+def test_a_test_that_runs_out_of_time_is_told_apart(examples: tuple[str, str]) -> None:
     """It was counted as caught, as on a machine that is too slow for it."""
-    hangs = "__import__('time').sleep(60)"
-    entry = ENTRY.format(name="hangs", old="xxhash.xxh3_128_hexdigest(data)", new=hangs, test=OWN)
-    (tmp_path / "area.toml").write_text(entry)
+    _, hung = examples
 
-    found = make_mutants("--lists", str(tmp_path), "--timeout", "2")
-
-    assert re.search(r"^TIMED OUT .* area: hangs$", found.stdout, re.MULTILINE), found.stdout + found.stderr
-    assert re.search(r"^area +1 +0 +0 +1 +0 +0$", found.stdout, re.MULTILINE)
-    assert found.returncode == 3
+    assert re.search(r"^TIMED OUT .* area: hangs$", hung, re.MULTILINE), hung
+    assert re.search(r"^area +1 +0 +0 +1 +0 +0$", hung, re.MULTILINE)
+    assert hung.endswith("exit code 3")

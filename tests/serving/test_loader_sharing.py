@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from cnr_store.serving import AttachedTables, HashShard, Loader, LoaderOptions
 from cnr_store.serving.sinks import SinkState
 from tests.serving.loaders import DIM, ROWS, Flaky, Training, caught_up, until
 from tests.support.faulty import Fault, FaultKind
+from tests.support.launcher import Launcher, Program
 from tests.support.loader_checks import opened_loader
 from tests.support.store_oracle import same_bits
 
@@ -120,12 +119,10 @@ assert loader.lookup("t", [1])[0, 0] == 4
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_forked_child_leaves_the_loader_to_its_parent(tmp_path: Path, shared: bool) -> None:
+def test_a_forked_child_leaves_the_loader_to_its_parent(launcher: Launcher, tmp_path: Path, shared: bool) -> None:
     """With shared memory a lookup of the child span for ever, and a poll of it wrote to its parent's rows."""
     folder = str(tmp_path / "m") if shared else ""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKED, folder], capture_output=True, text=True, timeout=120, check=False
-    )
+    (done,) = launcher.run(Program(["-W", "ignore", "-c", FORKED, folder]), folder=tmp_path, timeout_s=120)
     assert (done.returncode, done.stderr) == (0, "")
     refused = ["bad_input"] * 3
     assert done.stdout.split() == [*refused, *(["version_not_found", "3.0"] if shared else ["0.0"])]
