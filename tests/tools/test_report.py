@@ -175,15 +175,19 @@ def test_long_logs_are_drawn_with_few_bars_that_keep_the_largest(count: int) -> 
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium is installed")
-def test_a_browser_draws_the_report(url: str, tmp_path: Path) -> None:
+def test_a_browser_draws_the_report_light_and_dark(url: str, tmp_path: Path) -> None:
     cnr("report", url, "-o", tmp_path / "report.html")
-    shot = tmp_path / "report.png"
+    shots = [tmp_path / "dark.png", tmp_path / "light.png"]
 
-    subprocess.run(
-        [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1100,1600",
-         f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={shot}", f"file://{tmp_path / 'report.html'}"],
-        check=True, capture_output=True, timeout=120,
-    )  # fmt: skip
+    for scheme, shot in enumerate(shots):
+        subprocess.run(
+            [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1100,1600",
+             f"--blink-settings=preferredColorScheme={scheme}", f"--user-data-dir={tmp_path / shot.stem}",
+             f"--screenshot={shot}", f"file://{tmp_path / 'report.html'}"],
+            check=True, capture_output=True, timeout=120,
+        )  # fmt: skip
 
-    assert shot.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert shot.stat().st_size > 30_000  # a blank page of this size has below 10,000 bytes
+    dark, light = (shot.read_bytes() for shot in shots)
+    assert dark[:8] == light[:8] == b"\x89PNG\r\n\x1a\n"
+    assert min(len(dark), len(light)) > 30_000  # a blank page of this size has below 10,000 bytes
+    assert dark != light
