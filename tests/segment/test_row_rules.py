@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +75,24 @@ CASES: dict[str, tuple[Any, int, int, str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def root_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Where the store of a case is: made once, and read by many tests."""
+
+    @cache
+    def root_of_case(case: str) -> Path:
+        root = tmp_path_factory.mktemp("damaged") / "store"
+        shutil.copytree(GOLDEN / "rows" / "store", root)
+        vectors.apply(root, [*CASES[case][0], *_without_digests(root), {"op": "reseal"}])
+        return root
+
+    return root_of_case
+
+
 @pytest.fixture(params=sorted(CASES))
-def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Damaged]:
-    patch, version, row, says = CASES[request.param]
-    root = tmp_path / "store"
-    shutil.copytree(GOLDEN / "rows" / "store", root)
-    vectors.apply(root, [*patch, *_without_digests(root), {"op": "reseal"}])
-    with Store.open(str(root), threads=1) as store:
+def damaged(request: pytest.FixtureRequest, root_of: Callable[[str], Path]) -> Iterator[Damaged]:
+    _, version, row, says = CASES[request.param]
+    with Store.open(str(root_of(request.param)), threads=1) as store:
         yield Damaged(store, version, row, says.format(row=row))
 
 

@@ -191,7 +191,7 @@ def test_a_training_continues_on_the_copy_bit_for_bit(tmp_path: Path) -> None:
 def test_a_relay_becomes_a_store(source: Store, files: IsolatedMemoryFileSystem) -> None:
     Relay(source, place(files, "/relay"), start=3, policy=RetentionPolicy(keep_last=9)).advance()
     relay = Store.open_on(place(files, "/relay"), threads=1)
-    with pytest.raises(ReadOnlyStore, match="cnr copy"):
+    with pytest.raises(ReadOnlyStore, match="cnr promote"):
         relay.writer()
     files.rm(FAR, recursive=True)
 
