@@ -59,12 +59,15 @@ class ScaleChoice(msgspec.Struct, frozen=True):
     relative_half_width
         With probability `CONFIDENCE`, the lattice's mean squared error on the whole table is within this share of that
         of the rows asked for (b-bit Check-N-Run rows). 0 where every row was looked at, or the scale was given.
+    zeroed
+        Share of the sample's rows that have values and that the scale rounds to zero; 0 if the scale was given.
     """
 
     scale: float
     sample_rows: int
     mse: float
     relative_half_width: float
+    zeroed: float = 0.0
 
 
 def measure_scale(
@@ -128,7 +131,7 @@ def measure_scale(
     errors = lattice_row_errors(rows, scale)
     half_width = ratio_half_width(errors, target.row_errors, sample.size if sample.is_all else None)
     mse = float(np.mean(errors)) / rows.shape[1] if errors.size else 0.0
-    return ScaleChoice(scale, len(rows), mse, half_width)
+    return ScaleChoice(scale, len(rows), mse, half_width, _zeroed(rows, scale))
 
 
 def choose_scale(sample: Float32s, precision: Precision) -> float:
@@ -214,6 +217,7 @@ def pooled(choices: Sequence[ScaleChoice], elements: Sequence[int]) -> ScaleChoi
         sum(choice.sample_rows for choice in choices),
         error / sum(elements) if sum(elements) else 0.0,
         half_width / error if error else 0.0,
+        sum(c.zeroed * n for c, n in zip(choices, elements, strict=True)) / sum(elements) if sum(elements) else 0.0,
     )
 
 
@@ -323,6 +327,12 @@ def _largest(sample: Float32s) -> float:
 def _finite(sample: Float32s) -> Float32s:
     """Return the rows without NaN and Inf: the sample itself where it has no others."""
     return sample if math.isfinite(_largest(sample)) else sample[np.isfinite(sample).all(axis=1)]
+
+
+def _zeroed(rows: Float32s, scale: float) -> float:
+    """Return the share of finite rows (n, d) that are not zero, and are at this scale."""
+    largest = np.abs(rows).max(axis=1, initial=0.0)
+    return float(np.mean((largest > 0) & (largest < scale / 2))) if len(rows) else 0.0
 
 
 def _within(rows: Float32s, limit: float) -> Float32s:

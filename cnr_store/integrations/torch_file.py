@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,15 @@ def _load(file: Path) -> Any:
         pass  # Files in the format before torch 1.6 cannot be memory-mapped.
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:
-        first_line = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+    except Exception as error:  # noqa: BLE001 - what it is gets into the message
+        pickled = re.search(r"GLOBAL (\S+)", str(error))
+        what = (
+            f"it has objects of {pickled[1]}"
+            if pickled
+            else f"it is no whole file of torch.save, {type(error).__name__}"
+        )
+        # Not with torch's own error: it is a page of advice to run the code in the file.
         raise BadInput(
-            f"{file} does not load as weights only ({first_line}); save a state_dict of plain tensors",
-            path=str(file),
-        ) from error
+            f"{file} does not load as weights only ({what}); save a state_dict of plain tensors",
+            path=str(file), found=pickled[1] if pickled else None,
+        ) from None  # fmt: skip

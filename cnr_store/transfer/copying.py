@@ -337,10 +337,10 @@ def _checked_origin(begun: LogEntry, source: Store, target: Storage, asked: str)
     """Return what the copy in the target is made of, if it is what is to be copied."""
     try:
         origin = msgspec.convert(begun.record.user.get(_NOTE), _Origin)
-    except msgspec.ValidationError as error:
+    except msgspec.ValidationError:
         raise StoreExists(
             f"{target.url} already contains a store, or parts of one; copy to another, empty place", path=target.url
-        ) from error
+        ) from None
     if sha256(canonical_json(origin.identity)) != begun.record.parent_digest:
         raise CorruptStore(f"position 0 of {target.url} names another identity than its own", path=layout.commit_key(0))
     if (origin.store_uuid, origin.branch) != (source.uuid, source.internals.branch_uuid) or origin.asked != asked:

@@ -100,11 +100,15 @@ def plan_import(source: TensorFile, patterns: Sequence[str] | None = None) -> Im
     TableNotFound
         A pattern matches no tensor.
     BadInput
-        A pattern matches a tensor that cannot be a table, or the file's description does not match the file.
+        There are no tensors, a pattern matches one that cannot be a table, or the file's description does not match it.
     """
     described = source.metadata.get(METADATA_KEY)
     if described is not None and patterns is None:
         return _described_plan(source, described)
+    if not source.tensors:
+        raise BadInput(
+            "the file has no tensors, so there is nothing to import; name its entry with the model's weights"
+        )
     tables = {}
     for name, tensor in source.tensors.items():
         shape = tensor.values.shape

@@ -175,6 +175,14 @@ def test_rows_that_escape_do_not_count() -> None:
         measure_scale(sample, "float32", Precision(scale=0.5))
 
 
+def test_rows_that_a_scale_rounds_to_zero_are_counted() -> None:
+    rows = normal(rows=100)
+    rows[3] = 0.0
+    assert measure_scale(RowSample(rows, "float32"), "float32", Precision(bits=2)).zeroed == 0.0
+    rows[7] = 1e6
+    assert measure_scale(RowSample(rows, "float32"), "float32", Precision(bits=8)).zeroed == 0.98
+
+
 def test_rows_beyond_every_scale_do_not_count_if_they_escape() -> None:
     """A regression: with bits= such a row was refused although it was to escape."""
     rows = normal(rows=100)

@@ -438,6 +438,12 @@ def test_description_that_does_not_fit_its_file_is_bad_input(described: str) -> 
         plan_import(source)
 
 
+def test_a_file_without_tensors_is_refused() -> None:
+    """A regression: the import of such a file was a version with nothing in it."""
+    with pytest.raises(BadInput, match="no tensors"):
+        plan_import(TensorFile({}))
+
+
 def test_repeated_names_are_refused_by_the_writer(tmp_path: Path) -> None:
     specs = [TensorSpec("a", "float32", (1,)), TensorSpec("a", "int64", (1,))]
 

@@ -205,6 +205,16 @@ def test_options_that_changed_since_the_checkpoint_take_effect(
     assert (again.kind, again.scales) == ("delta", {})
 
 
+def test_a_scale_that_rounds_most_rows_to_zero_is_warned_of(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    life = Life(url, options=TableOptions(bits=8))
+    with torch.no_grad():
+        life.model.weight[3] = torch.linspace(-1e9, 1e9, DIM)
+    life.manager.tracker.mark("weight", torch.tensor([3]))
+    life.save()
+    life.manager.close()
+    assert "rounds 100 % of the rows to zero" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("first", "then"),
     [

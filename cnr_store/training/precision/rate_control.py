@@ -101,6 +101,9 @@ class RateStatus:
     interval: SaveInterval | None = None
 
 
+_MOST_ZEROED = 0.5
+"""Share of a table's rows that a scale may round to zero without a warning."""
+
 _GROWN = 1.1
 """Growth of rows, as a factor, before a scale is measured again that was found not to be too fine."""
 
@@ -418,7 +421,14 @@ class RateControl:
             planned = self._pending.get(table)
             old = None if before is None else step_of(before)
             reason = "first baseline" if before is None else "written anew" if planned is None else planned.reason
-            changes[table] = ScaleChange(old, step, reason, transaction.scale_choices.get(table))
+            choice = transaction.scale_choices.get(table)
+            changes[table] = ScaleChange(old, step, reason, choice)
+            if choice is not None and choice.zeroed > _MOST_ZEROED:
+                logger.warning(
+                    "table %s: the scale %.6g rounds %.0f %% of the rows to zero, because others are very much larger; "
+                    "find out whether these diverged, or give the table max_error= or TableOptions.exact()",
+                    table, step, 100 * choice.zeroed,
+                )  # fmt: skip
             logger.info("table %s: scale %s%.6g (%s)", table, f"{old:.6g} to " if old else "", step, reason)
         self._bits |= self._staged
         self._halved = self._halved_after()
