@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -123,6 +124,7 @@ class CnrStorageWriter(StorageWriter):
         self._share: RankShare | None = None  # of the save that is under way
         self._saved: RankShare | None = None  # of the newest save, as long as a delta can build on it
         self._attempt: SaveAttempt | None = None
+        self._beginning = threading.Lock()  # from the look at the attempt before until the new one stands in its place
         self.stager = CnrStager(tracker, stored=self._stored)
 
     # ---- what DCP calls, in this order
@@ -193,6 +195,8 @@ class CnrStorageWriter(StorageWriter):
             The planner has dropped the storage data of its plan.
         BadInput
             With a tracker: lookups wait for their optimizer step.
+        SaveInProgress
+            Another save began to write while this one was planned.
         """
         share = plan.storage_data
         if not isinstance(share, RankShare):
@@ -207,8 +211,11 @@ class CnrStorageWriter(StorageWriter):
         values = {index.fqn: plain_value(items[index], planner) for index in share.values}
         taken = _taken_of([resolve(one.values) for one in share.shards], self.stager.marks)
         save = partial(self._save, share, resolve, values, taken, self._step)
-        self._share, self._step = share, None
-        self._attempt = SaveAttempt(save, self._attempt)
+        with self._beginning:
+            if self._attempt is not None:
+                self._attempt.give_up()
+            self._share, self._step = share, None
+            self._attempt = SaveAttempt(save, self._attempt)
         results: Future[list[WriteResult]] = Future()
         sizes = [0 if item.type is WriteItemType.BYTE_IO else item.tensor_storage_size() or 0 for item in plan.items]
         results.set_result([WriteResult(i.index, size, None) for i, size in zip(plan.items, sizes, strict=True)])

@@ -416,21 +416,47 @@ def test_async_saves_hold_what_was_there_when_they_began(store: Path, is_tracked
         assert_equal(load_into_new(store, version=version), state)
 
 
+def paused_in(method: str) -> tuple[DefaultSavePlanner, threading.Event, threading.Event]:
+    """A planner that waits in one of its methods. The events: it does; it may go on."""
+    planner, begun, may_go_on = DefaultSavePlanner(), threading.Event(), threading.Event()
+    call = getattr(planner, method)
+
+    def wait(*arguments: Any) -> Any:
+        begun.set()
+        may_go_on.wait()
+        return call(*arguments)
+
+    setattr(planner, method, wait)
+    return planner, begun, may_go_on
+
+
 def test_a_save_during_another_one_is_refused(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cnr_store.integrations.dcp.attempt._PATIENCE_S", 0.1)
-    begun, may_end = threading.Event(), threading.Event()
-
-    class Waiting(DefaultSavePlanner):
-        def resolve_data(self, write_item: Any) -> Any:
-            begun.set()
-            may_end.wait()
-            return super().resolve_data(write_item)
-
+    planner, begun, may_end = paused_in("resolve_data")
     state = {"x": torch.ones(3)}
     with CnrStorageWriter(store) as writer:
-        first = dcp.async_save(state, storage_writer=writer, planner=Waiting())
+        first = dcp.async_save(state, storage_writer=writer, planner=planner)
         begun.wait()
         error = error_of(lambda: dcp.async_save(state, storage_writer=writer).result())
+        may_end.set()
+        assert isinstance(error, SaveInProgress)
+        assert first.result().storage_data == {"version": 2}
+        assert dcp.async_save(state, storage_writer=writer).result().storage_data == {"version": 3}
+
+
+def test_a_save_that_was_overtaken_while_planned_is_refused(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither ended: both let the later attempt commit, which waited for the earlier one."""
+    monkeypatch.setattr("cnr_store.integrations.dcp.attempt._PATIENCE_S", 0.1)
+    slow, planned, may_write = paused_in("create_global_plan")
+    fast, begun, may_end = paused_in("resolve_data")
+    state = {"x": torch.ones(3)}
+    with CnrStorageWriter(store) as writer:
+        overtaken = dcp.async_save(state, storage_writer=writer, planner=slow)
+        planned.wait()
+        first = dcp.async_save(state, storage_writer=writer, planner=fast)
+        begun.wait()
+        may_write.set()
+        error = error_of(overtaken.result)
         may_end.set()
         assert isinstance(error, SaveInProgress)
         assert first.result().storage_data == {"version": 2}
