@@ -306,7 +306,8 @@ def small_copies(
     parts = np.stack((addresses[owners], counts[owners], rows, starts[chosen], begins, row_bytes // _UNIT), axis=1)
     end = most = 0
     if len(chosen):
-        end, most = int(begins[-1] + sizes[-1]), int(_aligned(rows * row_bytes).sum())
+        whole = rows * row_bytes
+        end, most = int(begins[-1] + sizes[-1]), int(_begins(whole, layout.groups[chosen])[-1] + whole[-1])
     return SmallCopies(row_ids, int(sizes.sum()), layout, end, most, tables, chosen, parts, joined)
 
 
