@@ -332,6 +332,7 @@ class TableCodes:
             wide = self._allocate(narrow.shape, np.dtype(np.int32))
             wide[...] = narrow
             self.arrays[name] = wide
+            self._places.pop(name, None)  # it holds the narrow array
 
     def digest(self, workers: Workers | None = None) -> int:
         """Return the state digest of the whole range (spec, section 4.5), recomputed from the codes."""

@@ -8,10 +8,11 @@ once. Nothing here is a state: what is kept is always that of the schemas and mi
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, call, is_, itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -66,14 +67,21 @@ class AlikeShards:
     schemas: list[TableSchema] = field(default_factory=list)
     codes: list[TableCodes] = field(default_factory=list)
     specs: list[ArraySpecs] = field(default_factory=list)
-    _held: dict[str, list[Array]] = field(default_factory=dict)
+    _held: dict[str, list[weakref.ref[Array]]] = field(default_factory=dict)
+    """The arrays of the mirrors: one that was replaced, by a wider one say, is not kept in memory."""
     _columns: Columns | None = None
 
     def put(self, line: int, shard: Shard, schema: TableSchema, codes: TableCodes) -> None:
         """Set a line, or add the next one."""
         lists: list[list[object]] = [self.shards, self.schemas, self.codes, self.specs]  # type: ignore[list-item]
         lists += [self._held.setdefault(one.name, []) for one in self.arrays]  # type: ignore[misc]
-        made = (shard, schema, codes, codes.specs_in(schema), *(codes.arrays[one.name] for one in self.arrays))
+        made = (
+            shard,
+            schema,
+            codes,
+            codes.specs_in(schema),
+            *(weakref.ref(codes.arrays[one.name]) for one in self.arrays),
+        )
         for column, value in zip(lists, made, strict=True):
             column[line : line + 1] = [value]
         self._columns = None
@@ -86,7 +94,9 @@ class AlikeShards:
         if not all(map(is_, map(attrgetter("status"), own), repeat(None))):
             return False
         return all(
-            all(map(is_, map(itemgetter(name), map(attrgetter("arrays"), own)), map(held.__getitem__, lines)))
+            all(
+                map(is_, map(itemgetter(name), map(attrgetter("arrays"), own)), map(call, map(held.__getitem__, lines)))
+            )
             for name, held in self._held.items()
         )
 

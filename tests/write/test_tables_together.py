@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -298,3 +300,30 @@ def test_rows_of_a_run_stay_with_their_tables_in_any_transaction(data: st.DataOb
         }
         with store.writer() as after:
             after.restore()  # recomputes the state digests
+
+
+@pytest.mark.parametrize("then", ["wider", "baseline"])
+def test_mirrors_that_were_replaced_leave_memory(then: str) -> None:
+    with store_in_memory() as store, store.writer() as writer:
+        tables = [f"t{number}" for number in range(3)]
+        rows = np.arange(ROWS)
+        with writer.begin(1, "baseline") as txn:
+            for table in tables:
+                txn.write_table(table, np.ones((ROWS, 2), np.float32), options=TableOptions(scale=0.5))
+        with writer.begin(2) as txn:
+            txn.write_many([RowUpdate(table, rows, np.full((ROWS, 2), 2, np.float32)) for table in tables])
+        held = [weakref.ref(codes.arrays["codes"]) for codes, _ in writer.mirrors.held().values()]
+        assert len(held) == len(tables)
+
+        with writer.begin(3, "baseline" if then == "baseline" else "delta") as txn:
+            values = np.full((ROWS, 2), 10_000, np.float32)  # codes beyond int16 after one more step
+            for table in tables if then == "baseline" else ():
+                txn.write_table(table, values)
+            if then == "wider":
+                txn.write_many([RowUpdate(table, rows, values) for table in tables])
+        if then == "wider":
+            with writer.begin(4) as txn:
+                txn.write_many([RowUpdate(table, rows, 2 * values) for table in tables])
+        gc.collect()
+
+        assert all(one() is None for one in held)
