@@ -56,6 +56,12 @@ def step_of(checkpoint_id: str | os.PathLike[str]) -> int:
     return int(found[1])
 
 
+class _AskedStep(threading.local):
+    """The training step of the save that a thread is in: DCP names it and begins to write in the same thread."""
+
+    step: int | None = None
+
+
 class CnrStorageWriter(StorageWriter):
     """Saves state dicts of DCP into a store. Keep one for the whole run: what it saved last is what deltas build on.
 
@@ -119,7 +125,7 @@ class CnrStorageWriter(StorageWriter):
         self._store = store if isinstance(store, Store) else self._owned
         self._owners: Owners = {}
         self._saves = 0
-        self._step: int | None = None
+        self._asked = _AskedStep()
         self._writer: Writer | None = None
         self._share: RankShare | None = None  # of the save that is under way
         self._saved: RankShare | None = None  # of the newest save, as long as a delta can build on it
@@ -137,7 +143,7 @@ class CnrStorageWriter(StorageWriter):
         BadInput
             It does not end with a number.
         """
-        self._step = None if checkpoint_id is None else step_of(checkpoint_id)
+        self._asked.step = None if checkpoint_id is None else step_of(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
         """Return the store's URL, without credentials."""
@@ -210,12 +216,13 @@ class CnrStorageWriter(StorageWriter):
 
         values = {index.fqn: plain_value(items[index], planner) for index in share.values}
         taken = _taken_of([resolve(one.values) for one in share.shards], self.stager.marks)
-        save = partial(self._save, share, resolve, values, taken, self._step)
+        save = partial(self._save, share, resolve, values, taken, self._asked.step)
         with self._beginning:
             if self._attempt is not None:
                 self._attempt.give_up()
-            self._share, self._step = share, None
+            self._share = share
             self._attempt = SaveAttempt(save, self._attempt)
+        self._asked.step = None
         results: Future[list[WriteResult]] = Future()
         sizes = [0 if item.type is WriteItemType.BYTE_IO else item.tensor_storage_size() or 0 for item in plan.items]
         results.set_result([WriteResult(i.index, size, None) for i, size in zip(plan.items, sizes, strict=True)])

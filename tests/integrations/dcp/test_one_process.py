@@ -463,6 +463,27 @@ def test_a_save_that_was_overtaken_while_planned_is_refused(store: Path, monkeyp
         assert dcp.async_save(state, storage_writer=writer).result().storage_data == {"version": 3}
 
 
+def test_a_save_has_its_own_step_whatever_step_a_refused_one_asks_for(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cnr_store.integrations.dcp.attempt._PATIENCE_S", 0.1)
+    state = {"x": torch.ones(3)}
+    with CnrStorageWriter(store) as writer:
+        slow, planned, may_write = paused_in("create_global_plan")
+        later, later_planned, later_may_write = paused_in("create_global_plan")
+        first = dcp.async_save(state, checkpoint_id="run/step-5", storage_writer=writer, planner=slow)
+        planned.wait()
+        second = dcp.async_save(state, checkpoint_id="run/step-6", storage_writer=writer, planner=later)
+        later_planned.wait()
+        may_write.set()
+        assert first.result().storage_data == {"version": 2}
+        later_may_write.set()
+        second.result()
+
+    with Store.open(str(store)) as opened:
+        assert [opened.snapshot(version).step for version in (2, 3)] == [5, 6]
+
+
 def test_tracked_tables_are_whole_again_when_the_state_dict_has_more(store: Path) -> None:
     run = Run()
     run.step()
