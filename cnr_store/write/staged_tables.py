@@ -24,12 +24,11 @@ from cnr_store.types import Rectangle, RowIds
 from cnr_store.write.baseline_rows import EncodedTable, encode_mirror, encode_table, is_fully_mirrored, scan_table
 from cnr_store.write.delta_rows import EncodedRows, TouchedTable, encode_alone, encode_delete, options_on_bad_rows
 from cnr_store.write.encode import EncodedList, RowUpdate, check_arrays, own_row_ids, refused_rows
-from cnr_store.write.joined_rows import EncodedRun, JoinedRows
+from cnr_store.write.joined_rows import EncodedRun, JoinedRows, StagedRuns, encode_groups, plan_rows
 from cnr_store.write.keyed_mirrors import KeyedMirror
 from cnr_store.write.mirrors import Mirrors, apply_rows
 from cnr_store.write.schema_changes import SchemaChanges
 from cnr_store.write.schema_choice import checked_size, table_dtype
-from cnr_store.write.staged_runs import StagedRuns, encode_groups, plan_rows
 from cnr_store.write.table_options import TableOptions
 from cnr_store.write.writer_state import SegmentDraft, WriterState
 

@@ -92,8 +92,8 @@ def test_memory_taken_away_while_rows_are_copied_is_seen(tmp_path: Path, monkeyp
     go_on(training, manager, 1, 2)
     gather, back = StagingBuffers.gather, list[GiveBack]()
 
-    def gather_and_stash(self: StagingBuffers, requests: Mapping[str, RowRequest]) -> Staged:
-        staged = gather(self, requests)
+    def gather_and_stash(self: StagingBuffers, requests: Mapping[str, RowRequest], *, like: object = None) -> Staged:
+        staged = gather(self, requests, like=like)
         back.append(shown_as_zeros(training.model.item.weight))
         return staged
 

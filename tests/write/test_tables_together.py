@@ -24,10 +24,9 @@ from cnr_store.write.alike_shards import FoundLines, Key, ShardLines
 from cnr_store.write.baseline_rows import encode_table
 from cnr_store.write.delta_rows import EncodedRows, TouchedTable, encode_alone
 from cnr_store.write.encode import own_row_ids
-from cnr_store.write.joined_rows import JoinedRows, move_run
+from cnr_store.write.joined_rows import JoinedRows, encode_groups, move_run, plan_rows
 from cnr_store.write.mirrors import apply_alone, apply_rows
 from cnr_store.write.schema_choice import table_schema
-from cnr_store.write.staged_runs import encode_groups, plan_rows
 from tests.support.memory import store_in_memory
 
 ROWS = 12

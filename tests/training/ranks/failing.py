@@ -119,7 +119,7 @@ def what_one_rank_cannot_stage_no_rank_has_saved(place: Place) -> None:
     assert_saved(place, run, manager)
 
 
-def no_memory(*_: Any) -> Any:
+def no_memory(*_: Any, **__: Any) -> Any:
     raise MemoryError("no memory for the copies")
 
 
