@@ -27,6 +27,7 @@ from cnr_store.format.layout import CURSORS, READER_LEASES, branch_of, check_nam
 from cnr_store.format.limits import MAX_SMALL_BYTES
 from cnr_store.format.records import Cursor, ReaderLease
 from cnr_store.log.clock import wall_ms
+from cnr_store.log.expiry import version_expired
 from cnr_store.log.log_reader import LogReader
 from cnr_store.log.retention import Holds
 from cnr_store.runtime.arguments import checked_number
@@ -288,7 +289,7 @@ def _check_version(log: LogReader, version: int) -> None:
     if not 0 <= version <= head.v:
         raise VersionNotFound(f"no version {version}; the newest is {head.v}", version=version)
     if not is_live(head, version):
-        raise VersionExpired(f"version {version} has expired; the floor is {head.floor}", version=version)
+        raise version_expired(version, head)
 
 
 def _check_ttl(ttl_s: float) -> None:

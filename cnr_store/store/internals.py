@@ -21,7 +21,7 @@ from cnr_store.log import beginning, branches
 from cnr_store.log.branches import Branch
 from cnr_store.log.clock import check_clock, wall_ms
 from cnr_store.log.commit_log import CommitLog, RetryPolicy
-from cnr_store.log.expiry import expired_by
+from cnr_store.log.expiry import expired_by, version_expired
 from cnr_store.runtime.arguments import checked_count
 from cnr_store.runtime.threads import Workers
 from cnr_store.storage import Storage
@@ -268,11 +268,7 @@ class StoreInternals:
             raise self.relay.not_held(version) from missing
 
     def _expired(self, head: CommitRecord, version: int) -> VersionExpired:
-        return VersionExpired(
-            f"version {version} of {self.place} has expired: below version {head.floor} only those remain that a tag, "
-            "channel, branch, lease or policy keeps",
-            version=version,
-        )
+        return version_expired(version, head, self.place)
 
 
 def _newest_or_warn(log: CommitLog) -> LogEntry:

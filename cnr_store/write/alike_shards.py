@@ -136,7 +136,9 @@ class ShardLines:
 
     def clear(self) -> None:
         """Forget all of them, and their mirrors: these may change without being asked for."""
-        self.__init__()  # type: ignore[misc]
+        self._kinds.clear()
+        self._kind_of.clear()
+        self._numbers.clear()
 
     def find(
         self,

@@ -61,7 +61,7 @@ class PartWriter:
 
         Parts stand in the order of their rows in each group, so lists of one shard are written one after the other.
         """
-        together: list[EncodedRun] = []
+        together: list[tuple[EncodedRun, RowList]] = []
         changes_of = {shard: [*changes] for shard, changes in changed.items()}
         for run in runs:
             joined = _row_list("add", run.specs[0], run.rows)
@@ -70,19 +70,17 @@ class PartWriter:
                 for shard in run.shards:
                     changes_of.setdefault(shard, []).extend(one for one in [run.of(shard)] if one is not None)
             elif joined.count:
-                together.append(run)
+                together.append((run, joined))
         for shard, changes in changes_of.items():
             entries = self.entries.setdefault(shard, {})
             for encoded in changes:
                 for operation, item in encoded.lists.items():
                     row_list = _row_list(operation, encoded.specs, item)
                     entries[operation] = self.out.write_row_list(operation, row_list)
-        for run in together:
+        for run, joined in together:
             counts = run.counts.tolist()
             filled = [*map(bool, counts)]
-            written = self.out.write_small_lists(
-                "add", _row_list("add", run.specs[0], run.rows), [*compress(counts, filled)]
-            )  # fmt: skip
+            written = self.out.write_small_lists("add", joined, [*compress(counts, filled)])
             lines = ({"add": one} for one in written)
             self.entries.update(zip(compress(run.shards, filled), lines, strict=True))
 

@@ -200,6 +200,10 @@ class TrackedTable:
     keeps_ever: bool = field(default=False, init=False)
     stepped: bool = field(default=False, init=False)  # the running step has a gradient for it
 
+    def begin_interval(self) -> None:
+        """Forget what steps and writers did in the last one."""
+        self.reach, self.followed, self.marked = Movement.TOUCHED, None, False
+
     def restamp(self) -> None:
         """Take the present weights as known, and the memory that they were put in: their owner has written them."""
         now = stamp_of(self.weight)

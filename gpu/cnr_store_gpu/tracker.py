@@ -362,12 +362,13 @@ class RowTracker:
             # A write that left the version alone (through `.data`) must not excuse one of a later interval.
             watched.declared = False
         self._check_sample()
-        for watched in [watched for watched in self._tables if watched.reach is not Movement.TOUCHED]:
-            self._following.add_moved(watched)
+        for watched in self._tables:
+            if watched.reach is not Movement.TOUCHED:
+                self._following.add_moved(watched)
         taken = self.bitmap.take_all()
         self._ledger.begin_interval()
         for watched in self._tables:
-            watched.reach, watched.followed, watched.marked = Movement.TOUCHED, None, False
+            watched.begin_interval()
             if watched.keeps_ever:
                 self._following.ever.add(taken[watched.table])
         for lookup in self._ledger.in_flight():
@@ -398,7 +399,7 @@ class RowTracker:
         self._ledger.begin_interval()
         self._following.ever.clear()
         for watched in self._tables:
-            watched.reach, watched.followed, watched.marked = Movement.TOUCHED, None, False
+            watched.begin_interval()
             watched.declared = False
             watched.restamp()
             if watched.memory is not None:

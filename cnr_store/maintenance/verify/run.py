@@ -10,12 +10,12 @@ from cnr_store.errors import (
     CorruptStore,
     MissingObject,
     StorageFailure,
-    VersionExpired,
     VersionNotFound,
 )
 from cnr_store.format import arrays, layout
 from cnr_store.format.commit_record import is_live
 from cnr_store.format.records import FORMAT, MAJOR, MINOR, CommitRecord
+from cnr_store.log.expiry import version_expired
 from cnr_store.maintenance.verify.checking import MOST_LOOKS, ChainChecks, SegmentReads, overtaken, was_overtaken
 from cnr_store.maintenance.verify.log import LogView, read_log
 from cnr_store.maintenance.verify.logs import Log, other_logs
@@ -168,11 +168,7 @@ def _check_version(store: Store, view: LogView, version: int | None, findings: F
         if not known:
             raise VersionNotFound(f"{store.url} has no version {version}", version=version)
     if view.head is not None and not is_live(view.head.record, version):
-        raise VersionExpired(
-            f"version {version} of {store.url} has expired: below version {view.head.record.floor} only those remain "
-            "that a tag, channel, branch, lease or policy keeps",
-            version=version,
-        )
+        raise version_expired(version, view.head.record, store.url)
 
 
 def check_references(view: LogView, findings: Findings) -> None:

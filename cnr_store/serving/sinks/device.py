@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from cnr_store.errors import BadInput, BadRowIds, MissingDependency, VersionNotFound
-from cnr_store.read.id_maps import read_id_map
+from cnr_store.read.id_maps import map_names, read_id_map
 from cnr_store.runtime.arguments import checked_choice
 from cnr_store.serving.rows.lookups import checked_ids
 from cnr_store.serving.sinks.positions import check_batch, check_positions
@@ -28,6 +28,7 @@ from cnr_store.types import Float32s, RowIds
 if TYPE_CHECKING:
     import torch
 
+    from cnr_store.read.snapshot import Snapshot
     from cnr_store.store import Store
 
 DeviceDtype = Literal["float32", "float16", "bfloat16"]
@@ -46,6 +47,15 @@ class DeviceBatch:
     step: int
     rows: Mapping[str, torch.Tensor]
     missing: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _DeviceMap:
+    """The map of a table on the device, as `IdMap`; ``content``: the table's rows and the digests of both tensors."""
+
+    content: tuple[object, ...]
+    raw_ids: torch.Tensor
+    row_ids: torch.Tensor
 
 
 class DeviceTables:
@@ -72,7 +82,8 @@ class DeviceTables:
         For messages and metrics.
     by_raw_id
         Tables of a managed-collision module (TorchRec's ZCH) that can be looked up by raw id, too. Each commit reads
-        the map of its version from ``store``, the one that the loader follows, and raises as `read_id_map` does.
+        the map of its version from ``store``, the one that the loader follows, unless it is the map before, and raises
+        as `read_id_map` does.
     store
         Stays the caller's.
 
@@ -108,7 +119,7 @@ class DeviceTables:
         self._queue = _Streams(self.device)
         self._tables: dict[str, torch.Tensor] = {}
         self._store, self._by_raw_id = store, tuple(by_raw_id)
-        self._maps: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._maps: dict[str, _DeviceMap] = {}
         self._shapes: Mapping[str, SinkTable] = {}
         self._batch: _Batch | None = None
         self._state: SinkState | None = None
@@ -126,7 +137,7 @@ class DeviceTables:
     @property
     def nbytes(self) -> int:
         """Bytes of the tables and of their maps on the device."""
-        maps = [one for both in list(self._maps.values()) for one in both]
+        maps = [tensor for one in list(self._maps.values()) for tensor in (one.raw_ids, one.row_ids)]
         return sum(one.nbytes for one in (*list(self._tables.values()), *maps))
 
     def lookup(self, table: str, row_ids: Any) -> torch.Tensor:
@@ -170,7 +181,8 @@ class DeviceTables:
                 check_positions(self._name, self._shapes, table, ids.numpy() if is_seen else _NOT_CHECKED)
             missing = {}
             for table in on_device.keys() & set(by_raw_id):
-                on_device[table], missing[table] = rows_of_raw_ids(*self._map(table), on_device[table])
+                own = self._map(table)
+                on_device[table], missing[table] = rows_of_raw_ids(own.raw_ids, own.row_ids, on_device[table])
             rows = {table: rows_or_nan(self._tables[table], ids) for table, ids in on_device.items()}
         return DeviceBatch(state.version, state.step, rows, missing)
 
@@ -233,7 +245,7 @@ class DeviceTables:
     def commit(self, state: SinkState) -> None:
         """Queue the change of the tables behind all lookups that were queued; later lookups see it.
 
-        Blocks for maps of raw ids, which are read before, and delays no lookup.
+        Blocks for maps of raw ids that changed, which are read before, and delays no lookup.
         """
         batch, self._batch = self._writing(), None
         maps = self._read_maps(state.version)
@@ -249,22 +261,28 @@ class DeviceTables:
         """Drop the batch."""
         self._batch = None
 
-    def _read_maps(self, version: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Bring the maps of a version to the device: by table, raw ids and their rows."""
-        import torch
-
-        if self._store is None:
+    def _read_maps(self, version: int) -> dict[str, _DeviceMap]:
+        """Return the maps of a version by table; brings those to the device that are not there."""
+        if self._store is None or not self._by_raw_id:
             return {}
         snapshot = self._store.snapshot(version)
-        found = [read_id_map(snapshot, table) for table in self._by_raw_id]
-        with self._queue.update():
-            both = [(torch.tensor(one.raw_ids), torch.tensor(one.row_ids)) for one in found]
-            return {
-                table: (raw_ids.to(self.device), rows.to(self.device))
-                for table, (raw_ids, rows) in zip(self._by_raw_id, both, strict=True)
-            }
+        dense = snapshot.dense
+        maps: dict[str, _DeviceMap] = {}
+        for table in self._by_raw_id:
+            content = (snapshot.table(table).schema.num_rows, *(dense[name].digest for name in map_names(table, dense)))
+            known = self._maps.get(table)
+            maps[table] = known if known and known.content == content else self._brought(snapshot, table, content)
+        return maps
 
-    def _map(self, table: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def _brought(self, snapshot: Snapshot, table: str, content: tuple[object, ...]) -> _DeviceMap:
+        import torch
+
+        found = read_id_map(snapshot, table)
+        with self._queue.update():
+            raw_ids, row_ids = torch.tensor(found.raw_ids), torch.tensor(found.row_ids)
+            return _DeviceMap(content, raw_ids.to(self.device), row_ids.to(self.device))
+
+    def _map(self, table: str) -> _DeviceMap:
         if table not in self._maps:
             raise BadInput(
                 f"{self._name} has no map of raw ids for table {table!r}: name it in DeviceTables(by_raw_id=), found "
