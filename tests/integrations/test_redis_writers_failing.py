@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -217,7 +218,10 @@ def die() -> None:
 
 
 def commands_of(server: RedisServer, prefix: str, version: int, full: bool) -> int:
-    """How many commands a writer needs from its start to the end of the batch."""
+    """How many commands a writer needs from its start to the end of the batch; the next writer may need fewer or more.
+
+    The server divides a scan of its keys as it likes.
+    """
     client = CountingRedis.from_url(server.url)
     open_and_write(client, prefix, version, full)
     return len(client.commands)
@@ -235,16 +239,19 @@ def test_a_writer_that_dies_between_any_two_commands_leaves_one_version(
     redis_server: RedisServer, prefix: str, full: bool
 ) -> None:
     write(opened(redis_server, prefix), 0, full=True)
-    total = commands_of(redis_server, prefix, 1, full)
     reader = reader_of(redis_server, prefix)
     seen = set()
-    version = 1
+    version = 0
 
-    for ends_at in range(1, total + 1):  # after a command is before the next one
+    for ends_at in itertools.count(1):  # after a command is before the next one
         client = CountingRedis.from_url(redis_server.url)
         client.ends_at, client.ends_after, client.end = ends_at, True, die
-        with pytest.raises(Killed):
+        try:
             open_and_write(client, prefix, version + 1, full)
+        except Killed:
+            pass
+        else:  # it needed fewer commands
+            break
         found = assert_is_whole(reader, version, version + 1)
         seen.add(found - version)
 
@@ -259,15 +266,17 @@ def test_a_writer_that_dies_between_any_two_commands_leaves_one_version(
     assert_is_settled(redis_server, prefix)
 
 
-def assert_survives_kill(server: RedisServer, prefix: str, ends_at: int, when: str, full: bool) -> None:
+def assert_survives_kill(server: RedisServer, prefix: str, ends_at: int, when: str, full: bool) -> bool:
+    """Return False if the writer ended by itself, because it needed fewer commands."""
     reader = reader_of(server, prefix)
     before = assert_is_whole(reader, *range(10_000))
     arguments = [server.url, prefix, str(before + 1), str(int(full)), str(ends_at), when]
     done = subprocess.run([sys.executable, str(WRITER), *arguments], check=False)
-    assert done.returncode == -9
+    assert done.returncode in (-9, 0)
     found = assert_is_whole(reader, before, before + 1)
     assert RedisSink.connect(server.url, prefix).open() == state(found)
     assert_is_settled(server, prefix)
+    return done.returncode != 0
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -275,7 +284,7 @@ def assert_survives_kill(server: RedisServer, prefix: str, ends_at: int, when: s
 def test_a_killed_process_leaves_one_version(redis_server: RedisServer, prefix: str, full: bool) -> None:
     write(opened(redis_server, prefix), 0, full=True)
     total = commands_of(redis_server, prefix, 1, full)
-    assert_survives_kill(redis_server, prefix, total // 2, "after", full)
+    assert assert_survives_kill(redis_server, prefix, total // 2, "after", full)
 
 
 @pytest.mark.soak
@@ -286,8 +295,9 @@ def test_a_process_killed_at_any_command_leaves_one_version(
     redis_server: RedisServer, prefix: str, full: bool, when: str
 ) -> None:
     write(opened(redis_server, prefix), 0, full=True)
-    for ends_at in range(1, commands_of(redis_server, prefix, 1, full) + 1):
-        assert_survives_kill(redis_server, prefix, ends_at, when, full)
+    total = commands_of(redis_server, prefix, 1, full)
+    kills = next(at for at in itertools.count(1) if not assert_survives_kill(redis_server, prefix, at, when, full)) - 1
+    assert kills >= total // 2
 
 
 @pytest.mark.parametrize("full", [False, True])

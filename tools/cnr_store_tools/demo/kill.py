@@ -6,6 +6,7 @@ segment has objects and no manifest, because then no commit record can reference
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from dataclasses import dataclass
@@ -57,6 +58,8 @@ def kill_during_save(store: Store, process: WorkerProcess, *, after_commits: int
         for segment in set(store.storage.list_folders("data")) - known:
             if _is_half_written(store, segment, enough):
                 process.popen.send_signal(signal.SIGSTOP)
+                # Its threads stop one by one: until the last has, an object can still appear.
+                os.waitid(os.P_PID, process.popen.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
                 if _is_half_written(store, segment, enough) and store.poll(entry) is None:
                     process.kill()
                     return _evidence(store, segment)
