@@ -73,7 +73,7 @@ class ShortFiles:
 
     path: Path
     says: str = "EFBIG"
-    limits = (0, 1, 16, 64, 256, 384, 512, 640, 768, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 65536, 1 << 20)
+    limits = (0, 1, 16, *range(64, 1024, 64), *(1024 << power for power in range(11)))
 
     @contextlib.contextmanager
     def full(self, level: int) -> Iterator[None]:
