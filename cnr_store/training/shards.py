@@ -106,16 +106,6 @@ class LocalShard:
         return self.table if self.is_whole else f"{self.table}#{self.index}"
 
 
-def are_in_place(shards: Sequence[LocalShard]) -> bool:
-    """Whether the weight of each is its view: told in a few calls of C for all, False says nothing of a single one."""
-    now, known = [one.parameter for one in shards], [one.view for one in shards]
-    held = [one for one in now if one is not None]
-    if len(held) < len(shards) or any(one.memory is not None for one in shards):
-        return False
-    parts = (torch.Tensor.data_ptr, torch.Tensor.stride)
-    return all([*map(part, held)] == [*map(part, known)] for part in parts)
-
-
 def watched_shard(shard: LocalShard) -> WatchedShard:
     """Return a shard as a tracker watches it, under `LocalShard.name`."""
     weight = shard.weight if shard.parameter is None else shard.parameter

@@ -14,20 +14,17 @@ import os
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import harness
 import many_tables
 import numpy as np
-from drifting import DIM, TABLE, DriftingTable, decompress, saves, stored_bytes
+from drifting import DIM, TABLE, DriftingTable, replay_bare, saves
 from many_tables import Side
 from models import add_model_option
 
 from cnr_store import Store, TableOptions
-from cnr_store.encodings import row_kernels
 from cnr_store.format import arrays
-from cnr_store.format.layout import segment_key
-from cnr_store.format.records import ArrayEntry, RowListEntry
+from cnr_store.format.records import ArrayEntry
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.runtime.threads import Workers, blocks, default_threads
 from cnr_store.types import AffineBits, Float32s
@@ -88,12 +85,7 @@ class Sides:
     def bare(self) -> None:
         """Decode, put or add, encode, write."""
         codes = np.empty((self.schema.num_rows, DIM), np.int16)
-        for reader in self.readers:
-            root = (Path(self.store.url) / segment_key(reader.name, "x")).parent
-            for row_list, adds in ((reader.manifest.parts[0].set, False), (reader.manifest.parts[0].add, True)):
-                if row_list is not None:
-                    count = arrays.chunk_count(row_list.arrays["codes"])
-                    self.workers.run(partial(_apply, root, row_list, k, codes, adds=adds) for k in range(count))
+        replay_bare(Path(self.store.url), self.readers, codes, self.workers)
         chunk = arrays.chunk_rows_for(len(codes), 2 * DIM)
         shutil.rmtree(self.bare_folder, ignore_errors=True)
         self.bare_folder.mkdir()
@@ -118,27 +110,6 @@ class Sides:
         self.copy.close()
         self.store.close()
         self.workers.close()
-
-
-def _apply(root: Path, row_list: RowListEntry, index: int, codes: Codes, *, adds: bool) -> None:
-    count = min(row_list.arrays["codes"].chunk_rows, row_list.count - index * row_list.arrays["codes"].chunk_rows)
-    block = _decode(root, row_list.arrays["codes"], index)[:count]
-    first, last = row_list.first[index], row_list.last[index]
-    if last - first + 1 == count:
-        row_kernels.put_block(codes[first : last + 1], block, 0)
-        return
-    rows = _decode(root, row_list.arrays["rows"], index)[:count]
-    if adds:
-        row_kernels.add_codes(codes, rows, 0, block, 0)
-    else:
-        row_kernels.put_codes(codes, rows, 0, block, 0)
-
-
-def _decode(root: Path, entry: ArrayEntry, index: int) -> Any:
-    data = stored_bytes(root, entry, index)
-    out = np.empty(arrays.chunk_shape(entry), entry.dtype)
-    decompress(entry, data, out)
-    return out
 
 
 def _encode(path: Path, entry: ArrayEntry, block: Codes) -> None:

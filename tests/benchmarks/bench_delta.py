@@ -25,7 +25,7 @@ from cnr_store.runtime.threads import Workers, default_threads
 from cnr_store.types import AffineBits, Float32s, Precision, RowIds
 from cnr_store_gpu import RowRequest, StagingBuffers
 
-COMMIT_TO_TORCH, COMMIT_TO_BARE, STALL_TO_SELECT, SPARE_MIB = 0.5, 1.3, 1.5, 256
+COMMIT_TO_TORCH, COMMIT_TO_BARE, SPARE_MIB = 0.5, 1.3, 256
 
 
 class Sides:
@@ -147,22 +147,6 @@ def baselines(report: harness.Report, sides: Sides, bits: AffineBits, repeats: i
         report.note(f"      choosing the scale alone {found['scale']}")
 
 
-def stall(report: harness.Report, table: DriftingTable, repeats: int) -> None:
-    """Time the gather that holds up training."""
-    rows = table.step()
-    weight, index, buffers = torch.from_numpy(table.values), torch.from_numpy(rows), StagingBuffers()
-    request = {TABLE: RowRequest(rows, {"weight": weight})}
-    first = harness.timed(lambda: buffers.gather(request).release())
-    work = {
-        "gather": lambda: buffers.gather(request).release(),
-        "select": lambda: torch.index_select(weight, 0, index),
-    }
-    found = harness.alternating(work, repeats)
-    name = "stall of the training thread / one index_select"
-    report.add_ratio(name, found["gather"], found["select"], STALL_TO_SELECT)
-    report.note(f"      the first gather, which allocates: {first:.3g} s; torch uses {torch.get_num_threads()} threads")
-
-
 def peak_memory(rows: int, bits: AffineBits, folder: str) -> dict[str, int]:
     """Save a baseline and deltas in a fresh process; returns peaks beyond the model and what is allowed, in bytes."""
     with harness.data_folder(folder) as path:
@@ -221,7 +205,6 @@ def main() -> None:
             deltas(report, sides, bits, options.repeats)
             baselines(report, sides, bits, max(1, options.repeats // 2))
             sides.close()
-    stall(report, table, 4 * options.repeats)
     report.finish(options.json)
 
 

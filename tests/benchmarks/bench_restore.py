@@ -11,22 +11,18 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import harness
 import many_tables
 import numpy as np
 import torch
-from drifting import DIM, SHARE, TABLE, DriftingTable, decode_ranges, decompress, saves, stored_bytes
+from drifting import DIM, SHARE, TABLE, DriftingTable, decode_ranges, replay_bare, saves
 from many_tables import Side
 from models import add_model_option
 from safetensors.torch import load_file, save_file
 
 from cnr_store import Store, TableOptions
-from cnr_store.encodings import kernels, row_kernels
-from cnr_store.format import arrays
-from cnr_store.format.layout import segment_key
-from cnr_store.format.records import ArrayEntry, RowListEntry
+from cnr_store.encodings import kernels
 from cnr_store.runtime.threads import Workers, default_threads
 from cnr_store.types import AffineBits, Float32s
 
@@ -69,15 +65,7 @@ class Sides:
         codes = self.target.view(np.int32)
         snapshot = self.store.snapshot()
         scale = np.float32(snapshot.tables[TABLE].encoding.scale)  # type: ignore[union-attr]
-        for reader in snapshot.readers:
-            root = Path(self.store.url) / segment_key(reader.name, "x")
-            for row_list, adds in ((reader.manifest.parts[0].set, False), (reader.manifest.parts[0].add, True)):
-                if row_list is not None:
-                    count = arrays.chunk_count(row_list.arrays["codes"])
-                    self.workers.run(
-                        partial(_apply, root.parent, row_list, k, codes, adds=adds, decodes_only=decodes_only)
-                        for k in range(count)
-                    )
+        replay_bare(Path(self.store.url), snapshot.readers, codes, self.workers, decodes_only=decodes_only)
         if not decodes_only:
             self.workers.run(
                 partial(kernels.lattice_decode_in_place, self.target[start:stop], scale)
@@ -87,31 +75,6 @@ class Sides:
     def close(self) -> None:
         self.store.close()
         self.workers.close()
-
-
-def _apply(
-    root: Path, row_list: RowListEntry, index: int, codes: np.ndarray[tuple[int, ...], np.dtype[np.int32]],
-    *, adds: bool, decodes_only: bool,
-) -> None:  # fmt: skip
-    count = min(row_list.arrays["codes"].chunk_rows, row_list.count - index * row_list.arrays["codes"].chunk_rows)
-    block = _decode(root, row_list.arrays["codes"], index)[:count]
-    first, last = row_list.first[index], row_list.last[index]
-    is_contiguous = last - first + 1 == count
-    rows = None if is_contiguous else _decode(root, row_list.arrays["rows"], index)[:count]
-    if decodes_only:
-        return
-    if rows is None:
-        row_kernels.put_block(codes[first : last + 1], block, 0)
-    elif adds:
-        row_kernels.add_codes(codes, rows, 0, block, 0)
-    else:
-        row_kernels.put_codes(codes, rows, 0, block, 0)
-
-
-def _decode(root: Path, entry: ArrayEntry, index: int) -> np.ndarray[tuple[int, ...], Any]:
-    out = np.empty(arrays.chunk_shape(entry), entry.dtype)
-    decompress(entry, stored_bytes(root, entry, index), out)
-    return out
 
 
 def peak_memory(rows: int, folder: str, trains: bool) -> dict[str, int]:

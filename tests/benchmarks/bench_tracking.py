@@ -23,7 +23,7 @@ from models import BenchModel, add_model_option, chosen_models
 from run_config import RunConfig, demo_config
 from trained import TrainedTables
 
-from cnr_store_gpu import Movement, RowBitmap, RowRequest, RowTracker, StagingBuffers, warmup
+from cnr_store_gpu import Movement, RowBitmap, RowTracker, warmup
 from cnr_store_tools.demo.batches import ClickBatch, TimeOrderedBatches
 from cnr_store_tools.demo.click_log import ClickLog, split_by_time
 from cnr_store_tools.demo.model import SmallDLRM
@@ -204,18 +204,15 @@ def bench_interval(report: harness.Report, num_rows: int, repeats: int) -> None:
     rows = torch.randn(num_rows // 10, DIM)
     bitmap.mark("t", ids % len(rows))
     taken = bitmap.take_all()["t"]
-    buffers, index = StagingBuffers(), torch.from_numpy(taken.row_ids)
-    request = {"t": RowRequest(taken.row_ids, {"weight": rows})}
+    index = torch.from_numpy(taken.row_ids)
     sides: dict[str, Callable[[], object]] = {
         "take": bitmap.take_all,
         "select": partial(torch.index_select, rows, 0, index),
-        "gather": lambda: buffers.gather(request).release(),
     }
     for work in chain(sides.values(), sides.values()):
         work()
     found = harness.alternating(sides, repeats, before_each=lambda: bitmap.mark("t", ids % len(rows)))
     report.add_ratio(f"take of {len(taken)} rows / index_select of them", found["take"], found["select"])
-    report.add_ratio("StagingBuffers.gather / index_select", found["gather"], found["select"])
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ import numpy as np
 from cnr_store import TableOptions, Writer
 from cnr_store.encodings import digest, kernels, row_kernels
 from cnr_store.format import arrays
-from cnr_store.format.records import ArrayEntry
+from cnr_store.format.layout import segment_key
+from cnr_store.format.records import ArrayEntry, RowListEntry
 from cnr_store.runtime.threads import Workers, blocks
 from cnr_store.segment.codes import BLOCK_ROWS, TASK_ROWS
-from cnr_store.segment.reader import Scratch
+from cnr_store.segment.reader import Scratch, SegmentReader
 from cnr_store.types import Codes, Float32s, RowIds
 from cnr_store.write.encode import ENCODE_ROWS
 
@@ -158,6 +159,43 @@ def decode_ranges(count: int) -> list[tuple[int, int]]:
 
 def _encode(block: np.ndarray[Any, Any]) -> bytes:
     return arrays.encode_chunk(arrays.describe("bare", block.shape, block.dtype, len(block)), block)
+
+
+def replay_bare(
+    folder: Path, readers: Sequence[SegmentReader], codes: Codes, workers: Workers, *, decodes_only: bool = False
+) -> None:
+    """Put and add the codes of a chain of a store in ``folder``, unchecked; with ``decodes_only`` they go nowhere."""
+    for reader in readers:
+        root = folder / segment_key(reader.name, "x")
+        for row_list, adds in ((reader.manifest.parts[0].set, False), (reader.manifest.parts[0].add, True)):
+            if row_list is not None:
+                count = arrays.chunk_count(row_list.arrays["codes"])
+                workers.run(
+                    partial(_apply, root.parent, row_list, k, codes, adds=adds, decodes_only=decodes_only)
+                    for k in range(count)
+                )
+
+
+def _apply(root: Path, row_list: RowListEntry, index: int, codes: Codes, *, adds: bool, decodes_only: bool) -> None:
+    count = min(row_list.arrays["codes"].chunk_rows, row_list.count - index * row_list.arrays["codes"].chunk_rows)
+    block = _decode(root, row_list.arrays["codes"], index)[:count]
+    first, last = row_list.first[index], row_list.last[index]
+    is_contiguous = last - first + 1 == count
+    rows = None if is_contiguous else _decode(root, row_list.arrays["rows"], index)[:count]
+    if decodes_only:
+        return
+    if rows is None:
+        row_kernels.put_block(codes[first : last + 1], block, 0)
+    elif adds:
+        row_kernels.add_codes(codes, rows, 0, block, 0)
+    else:
+        row_kernels.put_codes(codes, rows, 0, block, 0)
+
+
+def _decode(root: Path, entry: ArrayEntry, index: int) -> Any:
+    out = np.empty(arrays.chunk_shape(entry), entry.dtype)
+    decompress(entry, stored_bytes(root, entry, index), out)
+    return out
 
 
 def stored_bytes(segment: Path, entry: ArrayEntry, index: int) -> bytes:

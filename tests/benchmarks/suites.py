@@ -58,7 +58,6 @@ SUITES = (
     Suite("staging", "bench_staging.py", "the copy for which training stalls"),
     Suite("dcp", "bench_dcp.py", "saves by torch.distributed.checkpoint beside its own file writer"),
     Suite("compaction", "bench_compaction.py", "compacting deltas into baselines"),
-    Suite("gc", "bench_gc.py", "collecting what nobody needs", "objects and requests, whatever is in them"),
     Suite("affine", "bench_affine.py", "the published row quantizer against torch's", "an encoder of rows"),
 )
 """In the order of the page. `bench_gpu.py` needs a GPU and stands alone."""

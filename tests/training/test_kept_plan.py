@@ -20,7 +20,8 @@ from cnr_store.format.records import SlotSchema, TableSchema
 from cnr_store.runtime.ranks import OneRank
 from cnr_store.training.document import slot_documents
 from cnr_store.training.kept_plan import KeptPlan, LocalState
-from cnr_store.training.shards import are_in_place, hold
+from cnr_store.training.save_staging import are_in_place
+from cnr_store.training.shards import hold
 from cnr_store.training.state import (
     find_local_shards,
     live_slots,
