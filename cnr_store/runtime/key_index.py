@@ -83,7 +83,7 @@ def _insert(slots: Slots, keys: Keys, positions: npt.NDArray[np.int64]) -> tuple
 
 
 @njit(nogil=True)
-def _find(slots: Slots, keys: Keys, out: npt.NDArray[np.int64]) -> int:
+def find_keys(slots: Slots, keys: Keys, out: npt.NDArray[np.int64]) -> int:
     """Write the position of each key, or -1; return how many are missing."""
     mask = len(slots) - 1
     missing = 0
@@ -187,7 +187,7 @@ class KeyIndex:
     def find(self, keys: Keys, out: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
         """Return the position of each key (n,), `MISSING` for those that are not there. Releases the GIL."""
         found = np.empty(len(keys), np.int64) if out is None else out
-        _find(self.slots, keys, found)
+        find_keys(self.slots, keys, found)
         return found
 
     def remove_many(self, keys: Keys) -> npt.NDArray[np.int64]:

@@ -21,7 +21,7 @@ import pytest
 
 from cnr_store.encodings import affine_kernels, kernels, packing, row_kernels
 from cnr_store.runtime import jit, key_index
-from cnr_store.serving.rows import board, fused_kernels, gather, rounding
+from cnr_store.serving.rows import board, fused_kernels, gather, joined_lookups, rounding
 from cnr_store.serving.update import adding
 
 SOURCE = """
@@ -30,7 +30,10 @@ def plus_one(x, out):
         out[i] = x[i] + 1
 """
 NAME = "a_kernel_of_these_tests"
-MODULES = (adding, affine_kernels, board, fused_kernels, gather, kernels, key_index, packing, rounding, row_kernels)
+MODULES = (
+    adding, affine_kernels, board, fused_kernels, gather, joined_lookups, kernels, key_index, packing, rounding,
+    row_kernels,
+)  # fmt: skip
 
 Compile = Callable[[Callable[..., Any]], Any]
 

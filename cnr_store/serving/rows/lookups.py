@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -14,6 +15,7 @@ from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, CnrStoreEr
 from cnr_store.read.id_maps import checked_map, map_names
 from cnr_store.segment.codes import Array
 from cnr_store.serving.rows.board import Board
+from cnr_store.serving.rows.joined_lookups import LEAST_TABLES, JoinedLookups
 from cnr_store.serving.rows.served_table import RowKind
 from cnr_store.serving.rows.views import View
 from cnr_store.types import RowIds
@@ -70,6 +72,7 @@ class Lookups:
 
     def __init__(self, source: ViewSource) -> None:
         self._source = source
+        self._joined: JoinedLookups | None = None
         self.count = 0
         self.retries = 0
 
@@ -103,7 +106,8 @@ class Lookups:
             started = time.monotonic()
             view, board = self._source.newest_view()
             try:
-                batch = lookup_in(view, ids, dense, out, by_raw_id)
+                together = {} if out is not None or by_raw_id else self._together(view, ids)
+                batch = lookup_in(view, ids, dense, out, by_raw_id, together)
             except CnrStoreError:
                 # Rows that are being merged can look like anything; an error counts if the view was whole.
                 if board.is_whole(view.epoch):
@@ -116,6 +120,15 @@ class Lookups:
             failures += 1
             if failures >= FAILURES_BEFORE_DEFERRAL:
                 board.defer_merges(4 * (time.monotonic() - started) + 0.01)
+
+    def _together(self, view: View, ids: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
+        """Return the rows of those tables that can be read together."""
+        if len(ids) < LEAST_TABLES:
+            return {}
+        names, joined = [*ids], self._joined
+        if joined is None or not joined.are_of(view, names):
+            joined = self._joined = JoinedLookups(view, names)
+        return joined.read(ids)
 
     def _gathered(self, view: View) -> None:
         """Between the copy of the rows and the look at the board; tests merge here."""
@@ -193,11 +206,16 @@ def lookup_in(
     dense: Sequence[str] = (),
     out: Mapping[str, Array] | None = None,
     by_raw_id: Collection[str] = (),
+    together: Mapping[str, Array] = MappingProxyType({}),
 ) -> LookupBatch:
-    """Return rows of one given view as `Lookups.lookup` does, unchecked: a candidate's, on the publisher's thread."""
-    rows: dict[str, Array] = {}
-    missing: dict[str, npt.NDArray[np.bool_] | None] = {}
-    for name, wanted in ids.items():
+    """Return rows of one given view as `Lookups.lookup` does, unchecked: a candidate's, on the publisher's thread.
+
+    ``together``: what `JoinedLookups.read` returned for these ids.
+    """
+    rows: dict[str, Any] = {**dict.fromkeys(ids), **together}
+    missing: dict[str, npt.NDArray[np.bool_] | None] = dict.fromkeys(ids)
+    for name in [name for name in ids if name not in together]:
+        wanted = ids[name]
         table = view.table(name)
         kind = table.base.kind
         keys = checked_ids(wanted, name)

@@ -32,7 +32,7 @@ TableChange = Overlay | BaseTable | None
 """An overlay of changed rows; a new or reloaded table; or None for a removed table."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class View:
     """One version as readers see it. ``epoch`` counts views and only grows; versions may go back.
 
