@@ -64,9 +64,10 @@ def canonical_json(document: Any) -> bytes:
     ValueError
         If a number is not finite (JSON has no form for it).
     """
-    builtins = msgspec.to_builtins(document)
-    _refuse_non_finite(builtins)
-    return msgspec.json.encode(builtins, order="sorted")
+    data = msgspec.json.encode(document, order="sorted")
+    if b"null" in data:  # which a number that is not finite becomes
+        _refuse_non_finite(msgspec.to_builtins(document))
+    return data
 
 
 def sha256(data: bytes) -> str:

@@ -134,7 +134,7 @@ class Snapshot:
     @property
     def manifests(self) -> tuple[Manifest, ...]:
         """The manifests of the chain, baseline first."""
-        return tuple(reader.manifest for reader in self.readers)
+        return tuple([reader.manifest for reader in self.readers])
 
     @property
     def tables(self) -> dict[str, TableSchema]:

@@ -11,7 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, cast
@@ -95,14 +95,20 @@ class LaidOut:
             yield first, memory[first - start : high - start]
 
 
-def check_dense_dtype(name: str, dtype: np.dtype[Any], logical: str | None) -> None:
-    """Refuse a dense tensor of an unsupported dtype, or of another dtype than its logical dtype is stored as.
+def check_dense_dtypes(tensors: Mapping[str, Array], dtypes: Mapping[str, str]) -> None:
+    """Refuse dense tensors of an unsupported dtype, or of another dtype than their logical dtype is stored as.
 
     Raises
     ------
     BadDtype
     """
-    held = _dtype_name(dtype)
+    kinds = {(tensor.dtype, dtypes.get(name)): name for name, tensor in tensors.items()}
+    for (dtype, logical), name in kinds.items():
+        _check_dense_dtype(name, dtype, logical)
+
+
+def _check_dense_dtype(name: str, dtype: np.dtype[Any], logical: str | None) -> None:
+    held = dtype.name
     if held not in _DENSE_DTYPES:
         raise BadDtype(
             f"dense tensor {name!r} has dtype {dtype}, which a store cannot hold; use one of {sorted(_DENSE_DTYPES)}",
@@ -114,11 +120,6 @@ def check_dense_dtype(name: str, dtype: np.dtype[Any], logical: str | None) -> N
             f"dense tensor {name!r} is named {logical} and held in {dtype}, expected {stored}",
             expected=stored, found=held,
         )  # fmt: skip
-
-
-@lru_cache(maxsize=64)
-def _dtype_name(dtype: np.dtype[Any]) -> str:
-    return dtype.name  # numpy computes it at each call
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,16 +161,17 @@ class Pack:
         ``dtypes``: logical dtypes where they differ from the stored one. ``digests``: of each, by name.
         """
         dtype = next(iter(tensors.values())).dtype
+        dtype_name = dtype.name  # numpy computes it at each call
         lines, laid, offset = dict[str, TensorLine](), list[tuple[int, Bytes]](), 0
         for name, tensor in tensors.items():
-            logical = cast(TensorDtype, dtypes.get(name, dtype.name))
+            logical = cast(TensorDtype, dtypes.get(name, dtype_name))
             lines[name] = TensorLine(
                 path=path, offset=offset, dtype=logical, shape=tensor.shape, digest=digests[name]
             )  # fmt: skip
             laid.append((offset * dtype.itemsize, flat_bytes(tensor)))
             offset += tensor.size
         entry = ArrayEntry(
-            path=path, dtype=cast(ArrayDtype, dtype.name), shape=(offset,),
+            path=path, dtype=cast(ArrayDtype, dtype_name), shape=(offset,),
             chunk_rows=arrays.chunk_rows_for(offset, dtype.itemsize), codec="bytes", start=0, count=offset,
         )  # fmt: skip
         return cls(arrays.in_shards(entry), lines, LaidOut(laid))
@@ -179,7 +181,7 @@ class Pack:
         entry, buffers, inside = self.entry, list[memoryview](), list[tuple[int, str]]()
         whole, is_shard = xxhash.xxh3_128(), entry.shards is not msgspec.UNSET
         for chunk in arrays.chunks_in(entry, number):
-            pieces = list(self._pieces(chunk))
+            pieces = _joined(self._pieces(chunk))
             digest, checksum = xxhash.xxh3_128() if is_shard else whole, 0
             for piece in pieces:
                 for start, stop in blocks(len(piece), BLOCK_BYTES):
@@ -213,6 +215,18 @@ class Pack:
             yield flat_bytes(np.full(missing // dtype.itemsize, fill, dtype))
 
 
+def _joined(pieces: Iterable[Bytes]) -> list[Bytes]:
+    """Return bytes in as few pieces as blocks: small tensors are copied together, which takes less than a call each."""
+    found, small, size = list[Bytes](), list[Bytes](), 0
+    for piece in pieces:
+        if small and size + len(piece) > BLOCK_BYTES:
+            found.append(np.concatenate(small) if len(small) > 1 else small[0])
+            small, size = [], 0
+        small.append(piece)
+        size += len(piece)
+    return [*found, np.concatenate(small) if len(small) > 1 else small[0]]
+
+
 def read_tensors(
     readers: Iterable[SegmentReader], wanted: Mapping[str, DenseEntry], workers: Workers,
     into: Mapping[str, Array] = MappingProxyType({}),
@@ -228,9 +242,9 @@ def read_tensors(
         Memory of another shape or dtype, or not in one piece; nothing was read.
     MissingObject, CorruptObject, CorruptStore, StorageFailure
     """
+    check_dense_dtypes(into, {name: wanted[name].dtype for name in into})
     for name, array in into.items():
         entry = wanted[name]
-        check_dense_dtype(name, array.dtype, entry.dtype)
         if array.shape != entry.shape or not array.flags.c_contiguous:
             raise BadShape(
                 f"memory for dense tensor {name!r} has shape {array.shape}, expected {entry.shape} in one piece",

@@ -151,6 +151,8 @@ class SegmentReader:
 
     def with_if_missing(self, if_missing: IfMissing | None) -> SegmentReader:
         """Return the same segment with another ``if_missing``."""
+        if self._if_missing == if_missing:
+            return self
         other = copy.copy(self)
         other._if_missing = if_missing
         return other
@@ -362,8 +364,8 @@ def open_chain(
     for found in chain_problems([reader.manifest for reader in readers], sound):
         key = layout.segment_key(names[found.index], layout.MANIFEST)
         raise CorruptStore(f"{key}: {found.message}; run `cnr verify`", path=key, table=found.table)
-    for k, reader in enumerate(readers):
-        reader.checked_after = names[:k]
+    for k in range(sound, len(names)):
+        readers[k].checked_after = names[:k]
     return readers
 
 

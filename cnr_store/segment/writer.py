@@ -43,7 +43,7 @@ from cnr_store.format.records import (
 )
 from cnr_store.runtime.threads import Throttle, Workers, blocks
 from cnr_store.segment.groups import GroupShape, RowList, SharedGroup
-from cnr_store.segment.packs import Pack, check_dense_dtype, tensor_digests
+from cnr_store.segment.packs import Pack, check_dense_dtypes, tensor_digests
 from cnr_store.storage import Content, Storage, object_digest
 from cnr_store.types import JsonValue
 
@@ -196,13 +196,13 @@ class SegmentWriter:
         ``dtypes`` names the logical dtype where it differs (``bfloat16`` stored as uint16, ``bool`` as uint8);
         ``digests`` are those that the caller knows (`tensor_digests`).
         """
-        by_dtype: dict[str, dict[str, npt.NDArray[Any]]] = {}
+        check_dense_dtypes(tensors, dtypes)
+        by_dtype: dict[np.dtype[Any], dict[str, npt.NDArray[Any]]] = {}
         for name, tensor in tensors.items():
-            check_dense_dtype(name, tensor.dtype, dtypes.get(name))
-            by_dtype.setdefault(tensor.dtype.name, {})[name] = np.asarray(tensor, order="C")
+            by_dtype.setdefault(tensor.dtype, {})[name] = np.asarray(tensor, order="C")
         unknown = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items() if name not in digests}
         digests = {**digests, **tensor_digests(unknown, self._workers)}
-        for dtype_name, own in sorted(by_dtype.items()):
+        for dtype_name, own in sorted((dtype.name, own) for dtype, own in by_dtype.items()):
             pack = Pack.of(array_path(f"{self.folder}.dense", dtype_name), own, dtypes, digests)
             self._dense |= pack.lines
             self._dense_arrays[dtype_name] = pack.entry

@@ -6,6 +6,7 @@ opened relative to the folder before it, and refused if it is a link.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -39,22 +40,23 @@ def open_below(folder: int, path: str, flags: int) -> int:
 
 
 def make_below(folder: int, path: str) -> int:
-    """Return a descriptor (`FOLDER`) of the folder ``path`` below an open folder; create missing folders.
+    """Return a descriptor (`FOLDER`) of the folder ``path`` below an open one, which it closes; create missing folders.
 
     Raises
     ------
     OSError
         As for `open_below`. ``ENOENT`` if a new folder was deleted before the one inside it was created.
     """
-    fd = os.dup(folder)
-    for part in path.split("/"):
+    fd = folder
+    for part in path.split("/") if path else ():
         above = fd
         try:
             try:
-                os.mkdir(part, dir_fd=above)
-            except FileExistsError:
-                pass
-            fd = open_one(above, part, FOLDER)
+                fd = open_one(above, part, FOLDER)
+            except FileNotFoundError:
+                with contextlib.suppress(FileExistsError):  # another thread was faster
+                    os.mkdir(part, dir_fd=above)
+                fd = open_one(above, part, FOLDER)
         finally:
             os.close(above)
     return fd

@@ -275,21 +275,19 @@ class LocalStorage(Storage):
         """Return descriptors of a folder, created if missing, and of a new file in it."""
         for attempt in range(_FOLDER_ATTEMPTS):
             try:
-                place = self._open(folder, FOLDER)
+                place = make_below(os.open(self.root, FOLDER), folder)
                 try:
                     return place, os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=place)
                 except BaseException:
                     os.close(place)
                     raise
             except FileNotFoundError:
-                # The folder is missing, or a delete emptied and removed it between the two calls.
+                # The root is missing, or a delete emptied and removed a folder between two calls.
                 if attempt == _FOLDER_ATTEMPTS - 1:
                     raise
                 # makedirs also raises FileExistsError if the folder is removed between its own two checks.
                 with contextlib.suppress(FileNotFoundError, FileExistsError):
                     self._make_root()
-                    with self._opened("") as root:
-                        os.close(make_below(root, folder) if folder else os.dup(root))
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _make_root(self) -> None:

@@ -11,12 +11,12 @@ import numpy as np
 from cnr_store.errors import BadInput, TableNotFound
 from cnr_store.format import document_tree
 from cnr_store.format.documents import canonical_json, nests_deeper
-from cnr_store.format.layout import check_name, is_rank_tensor, rank_tensor, writer_folder
+from cnr_store.format.layout import check_name, check_names, is_rank_tensor, rank_tensor, writer_folder
 from cnr_store.format.limits import MAX_USER_NESTING
 from cnr_store.format.manifest_state import is_same_tensor
-from cnr_store.format.records import DenseEntry, Manifest, Receipt
+from cnr_store.format.records import Manifest, Receipt
 from cnr_store.segment.codes import Array
-from cnr_store.segment.packs import check_dense_dtype, tensor_digests
+from cnr_store.segment.packs import check_dense_dtypes, tensor_digests
 from cnr_store.segment.writer import SegmentWriter
 from cnr_store.types import JsonValue
 from cnr_store.write.schema_changes import SchemaChanges
@@ -51,17 +51,19 @@ class StagedDocuments:
     def put_dense(self, tensors: Mapping[str, Array], dtypes: Mapping[str, str]) -> None:
         """Take new values of dense tensors; nothing of the call if one of them is refused."""
         rank = self._state.setup.ranks.rank
-        if not all(name.startswith(rank_tensor(rank, "")) for name in tensors):
+        if rank > 0 and not all(name.startswith(rank_tensor(rank, "")) for name in tensors):
             self._refuse_unless_first("dense tensors")
-        taken: dict[str, Array] = {}
-        for name, tensor in tensors.items():
-            check_name(name)
-            if name in self._given or name in self._dropped:
-                raise BadInput(f"dense tensor {name!r} was given twice, or dropped and given", found=name)
-            # Not ascontiguousarray, which turns a tensor without dimensions into one of shape (1,).
-            array = np.asarray(tensor, order="C")
-            taken[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
-            check_dense_dtype(name, taken[name].dtype, dtypes.get(name))
+        check_names(tensors)
+        twice = sorted(tensors.keys() & (self._given.keys() | self._dropped))
+        if twice:
+            raise BadInput(f"dense tensor {twice[0]!r} was given twice, or dropped and given", found=twice[0])
+        # Not ascontiguousarray, which turns a tensor without dimensions into one of shape (1,).
+        arrays = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items()}
+        taken = {
+            name: array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+            for name, array in arrays.items()
+        }
+        check_dense_dtypes(taken, dtypes)
         self._given.update(taken)
         self._dtypes.update({name: dtype for name, dtype in dtypes.items() if name in taken})
 
@@ -108,23 +110,21 @@ class StagedDocuments:
         kept = {} if base is None else base.dense
         digests = tensor_digests(self._given, self._state.setup.workers)
         changed: dict[str, Array] = {}
+        own = {dtype: dtype.name for dtype in {tensor.dtype for tensor in self._given.values()}}
+        given = {name: (own[tensor.dtype], tensor.shape) for name, tensor in self._given.items()}
         dtypes = dict(self._dtypes)
         self.tensors = (self._given.keys() | held.keys()) - self._dropped
         for name in sorted(self.tensors):
             old = kept.get(name)
             if name in self._given:
-                if old is None or not self._is_unchanged(name, old, digests[name]):
+                dtype, shape = given[name]
+                now = digests[name], dtypes.get(name, dtype), shape
+                if old is None or (old.digest, old.dtype, old.shape) != now:
                     changed[name] = self._given[name]
             elif before is not None and (old is None or not is_same_tensor(old, held[name])):
                 changed[name] = before.read_dense(name)
                 dtypes.setdefault(name, held[name].dtype)
         out.write_dense(changed, dtypes, digests)
-
-    def _is_unchanged(self, name: str, old: DenseEntry, digest: str) -> bool:
-        """Whether the tensor given has the bytes, dtype and shape of ``old``."""
-        tensor = self._given[name]
-        as_before = (old.shape, old.dtype) == (tensor.shape, self._dtypes.get(name, tensor.dtype.name))
-        return as_before and old.digest == digest
 
     def _refuse_unless_first(self, what: str) -> None:
         if self._state.setup.ranks.rank > 0:

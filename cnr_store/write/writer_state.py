@@ -169,6 +169,8 @@ class WriterState:
     is_restored: bool = False
     succession: Succession | None = None
     _told: tuple[ChainEntry, Mapping[str, TableSchema]] | None = None
+    _continued: int = 0
+    """The version of the newest `snapshot_of`."""
 
     def snapshot_of(
         self, entry: LogEntry, *, known: Mapping[str, SegmentReader] | None = None, opens: bool = True
@@ -177,20 +179,20 @@ class WriterState:
 
         A read of an object that was deleted after a compaction raises DoesNotApply: it is not damage.
         """
-
-        def raise_if_expired(missing: MissingObject) -> None:
-            newest = expired_by(self.setup.log, entry.record.v)
-            if newest is not None:
-                raise DoesNotApply(
-                    f"version {entry.record.v}, which this writer continues, has expired by commit record "
-                    f"{newest.v}, and segments of it were compacted and deleted: the read or the save took longer "
-                    "than the grace period of garbage collection; save again",
-                    version=newest.v, found=missing.path,
-                ) from missing  # fmt: skip
-
+        self._continued = entry.record.v
         return Snapshot(
-            self.setup.storage, entry, self.setup.workers, known=known, opens=opens, if_missing=raise_if_expired
+            self.setup.storage, entry, self.setup.workers, known=known, opens=opens, if_missing=self._raise_if_expired
         )
+
+    def _raise_if_expired(self, missing: MissingObject) -> None:
+        newest = expired_by(self.setup.log, self._continued)
+        if newest is not None:
+            raise DoesNotApply(
+                f"version {self._continued}, which this writer continues, has expired by commit record "
+                f"{newest.v}, and segments of it were compacted and deleted: the read or the save took longer "
+                "than the grace period of garbage collection; save again",
+                version=newest.v, found=missing.path,
+            ) from missing  # fmt: skip
 
     @property
     def head_tables(self) -> Mapping[str, TableSchema]:
