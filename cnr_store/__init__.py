@@ -57,7 +57,7 @@ from cnr_store.segment.shards import KeyShare, Shard, key_owners
 from cnr_store.store import Store
 from cnr_store.transfer.copying import StoreCopyReport, copy_store
 from cnr_store.transfer.exporting import ExportedTensor, ExportReport, export_snapshot
-from cnr_store.transfer.importing import ImportReport, import_tensors
+from cnr_store.transfer.importing import ImportReport, check_import, import_tensors
 from cnr_store.transfer.safetensors_file import TensorFile, TensorSpec
 from cnr_store.types import Rectangle
 from cnr_store.write.encode import RowUpdate
@@ -104,6 +104,7 @@ __all__ = [
     "export_snapshot",
     "ExportReport",
     "ExportedTensor",
+    "check_import",
     "import_tensors",
     "ImportReport",
     "copy_store",

@@ -19,12 +19,19 @@ from cnr_store.training.document import RateDocument, documents_of
 from cnr_store.training.reader import reader_document, reader_name
 from cnr_store.training.state import is_inline, optimizer_tensor_name
 from cnr_store.training.tensors import as_array, dense_dtype_name, flat_rows, leaf_of, table_dtype_name
-from cnr_store.transfer.importing import ImportPlan, ImportProgress, ImportReport, commit_import, plan_import
+from cnr_store.transfer.importing import (
+    ImportPlan,
+    ImportProgress,
+    ImportReport,
+    check_planned,
+    commit_import,
+    plan_import,
+)
 from cnr_store.transfer.safetensors_file import Tensor, TensorFile
 from cnr_store.write.table_options import TableOptions
 from cnr_store_gpu.optimizers import is_row_slot
 
-__all__ = ["import_checkpoint", "load_checkpoint"]
+__all__ = ["check_checkpoint", "import_checkpoint", "load_checkpoint"]
 
 
 def load_checkpoint(
@@ -70,6 +77,14 @@ def load_checkpoint(
     for name, tensor in found.tensors.items():
         _dense(name, tensor)
     return found
+
+
+def check_checkpoint(
+    source: TrainingContent, *, tables: Sequence[str] | None = None, options: TableOptions | None = None
+) -> None:
+    """Raise if `import_checkpoint` cannot store a training in an empty store; as `check_import`."""
+    planned = _plan(source, tables)
+    check_planned(planned.file, planned.plan, options)
 
 
 def import_checkpoint(

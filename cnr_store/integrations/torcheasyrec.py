@@ -35,7 +35,7 @@ from cnr_store.types import RowIds
 from cnr_store.write.table_options import TableOptions
 from cnr_store.write.transaction import Transaction
 
-__all__ = ["DumpImportReport", "DumpedStep", "import_dump", "plan_dump"]
+__all__ = ["DumpImportReport", "DumpedStep", "check_dump", "import_dump", "plan_dump"]
 
 Array = npt.NDArray[Any]
 
@@ -148,6 +148,18 @@ def _planned(step: int, files: Mapping[tuple[int, int], Path]) -> DumpedStep:
     return DumpedStep(step, tuple(files[rank, world] for rank in range(world)))
 
 
+def check_dump(source: str | Path) -> None:
+    """Raise if `import_dump` cannot store a dump in an empty store. Blocks; reads every file once.
+
+    Call it before a store is created for it, so that a damaged dump leaves none.
+
+    Raises
+    ------
+    NotFound, BadInput and its kinds, AccessDenied, StorageFailure
+    """
+    _check_steps(_found(Path(source)), {}, lambda _: None)
+
+
 def import_dump(
     store: Store,
     source: str | Path,
@@ -195,11 +207,7 @@ def import_dump(
     begins = head.is_empty or replace
     newer = steps if begins else tuple(one for one in steps if one.step > head.step)
     count = _counter([*newer, *newer], progress)
-    widths: dict[str, int] = {}
-    for one in newer:
-        for found in _read(one):
-            _check_table(found, widths, {} if begins else head.tables)
-        count(one)
+    widths = _check_steps(newer, {} if begins else head.tables, count)
     skipped = tuple(one.step for one in steps if one not in newer)
     if not newer:
         return DumpImportReport((), (), skipped, (), 0, 0, 0)
@@ -246,6 +254,18 @@ def _counter(steps: Sequence[DumpedStep], progress: ImportProgress | None) -> Ca
             progress(done, total)
 
     return count
+
+
+def _check_steps(
+    steps: Sequence[DumpedStep], stored: Mapping[str, TableSchema], count: Callable[[DumpedStep], None]
+) -> dict[str, int]:
+    """Read all rows of steps; return the width of each table, or raise."""
+    widths: dict[str, int] = {}
+    for one in steps:
+        for found in _read(one):
+            _check_table(found, widths, stored)
+        count(one)
+    return widths
 
 
 def _check_table(found: _StepRows, widths: dict[str, int], stored: Mapping[str, TableSchema]) -> None:

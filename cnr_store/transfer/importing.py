@@ -14,16 +14,21 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from cnr_store.encodings import widths
 from cnr_store.errors import BadInput, TableNotFound
 from cnr_store.format.document_tree import Default
 from cnr_store.format.documents import loads
+from cnr_store.format.layout import check_names
 from cnr_store.runtime.notebook import ShownReport
 from cnr_store.store import Store
 from cnr_store.transfer.export_folder import open_export
 from cnr_store.transfer.exporting import METADATA_KEY
-from cnr_store.transfer.safetensors_file import TensorFile, open_safetensors
+from cnr_store.transfer.safetensors_file import Tensor, TensorFile, open_safetensors
 from cnr_store.types import JsonValue
+from cnr_store.write.encode import refused_rows
+from cnr_store.write.schema_choice import table_schema
 from cnr_store.write.table_options import TableOptions
 
 ImportProgress = Callable[[int, int], None]
@@ -31,6 +36,8 @@ ImportProgress = Callable[[int, int], None]
 
 MIN_TABLE_ROWS = 1000
 """A matrix with fewer rows is dense unless a pattern matches it."""
+
+_WINDOW_BYTES = 64 * 1024 * 1024
 
 _TABLE_DTYPES = frozenset({"float32", "float16", "bfloat16"})
 
@@ -153,8 +160,60 @@ def _described_plan(source: TensorFile, described: str) -> ImportPlan:
     return ImportPlan(tables, slots, hashed, tuple(n for n in source.tensors if n not in used), description.step)
 
 
-def _opened(path: Path) -> TensorFile:
+def _opened(source: TensorFile | str | Path) -> TensorFile:
+    if isinstance(source, TensorFile):
+        return source
+    path = Path(source)
     return open_export(path) if path.is_dir() else open_safetensors(path)
+
+
+def check_import(
+    source: TensorFile | str | Path, *, tables: Sequence[str] | None = None, options: TableOptions | None = None
+) -> None:
+    """Raise if `import_tensors` cannot store tensors in an empty store. Blocks; reads tables and their slots once.
+
+    Call it before a store is created for them, so that a wrong file leaves none.
+
+    Raises
+    ------
+    BadInput and its kinds, NotFound
+        A name, an option or a scale that does not fit, or rows with NaN or Inf; else as `import_tensors`.
+    AccessDenied, StorageFailure
+    """
+    file = _opened(source)
+    check_planned(file, plan_import(file, tables), options)
+
+
+def check_planned(file: TensorFile, plan: ImportPlan, options: TableOptions | None) -> None:
+    """Raise if the tables of a plan cannot be stored in an empty store, see `check_import`."""
+    options = options or TableOptions()
+    check_names([*plan.tables, *plan.dense])
+    for table, tensor in plan.tables.items():
+        values, slots = file.tensors[tensor], {name: file.tensors[of] for name, of in plan.slots.get(table, {}).items()}
+        table_schema(
+            table, options, num_rows=len(values.values), dim=values.values.shape[1],
+            dtype=values.dtype, sample=values.values,  # type: ignore[arg-type]
+            slots={name: slot.values for name, slot in slots.items()},
+        )  # fmt: skip
+        if options.nonfinite == "refuse":
+            _check_finite(table, [values, *slots.values()])
+
+
+def _check_finite(table: str, tensors: Sequence[Tensor]) -> None:
+    """Raise if a row of a table, or of its slots, has NaN or Inf."""
+    num_rows = len(tensors[0].values)
+    step = max(1, _WINDOW_BYTES // max(1, sum(one.values.nbytes for one in tensors) // max(1, num_rows)))
+    first, count = 0, 0
+    for start in range(0, num_rows, step):
+        is_bad = np.zeros(min(step, num_rows - start), np.bool_)
+        for one in tensors:
+            block = widths.to_float32(one.values[start : start + step], one.dtype)  # type: ignore[arg-type]
+            is_bad |= ~np.isfinite(block).reshape(len(is_bad), -1).all(axis=1)
+        if is_bad.any():
+            first = first if count else start + int(is_bad.argmax())
+            count += int(is_bad.sum())
+    if count:
+        raise refused_rows(table, first, count)
 
 
 def import_tensors(
@@ -195,7 +254,7 @@ def import_tensors(
         Nothing was committed.
     Conflict, CommitStateUnknown, StorageFailure
     """
-    file = source if isinstance(source, TensorFile) else _opened(Path(source))
+    file = _opened(source)
     plan = plan_import(file, tables)
     return commit_import(
         store, file, plan, step=plan.step or 0 if step is None else step, options=options, scalars=scalars or {},

@@ -35,7 +35,7 @@ PUBLIC = {
         read_status StoreStatus HeadStatus LastMaintenance
         collect_garbage RetentionPolicy KeepBest compare_tables TableDifference read_id_map IdMap GcReport Lease
         segment_sizes total_sizes fp32_bytes SegmentSizes
-        export_snapshot ExportReport ExportedTensor import_tensors ImportReport TensorFile TensorSpec
+        export_snapshot ExportReport ExportedTensor check_import import_tensors ImportReport TensorFile TensorSpec
         copy_store StoreCopyReport
         LogEntry CommitRecord ChainEntry WriterInfo TableSchema DenseEntry Pin Cursor
         RelayMarker SegmentReport VersionReport LostState

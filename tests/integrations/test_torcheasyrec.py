@@ -260,3 +260,10 @@ def test_the_command_imports_a_dump_and_says_what_it_skipped(tmp_path: Path, dum
     with Store.open(str(tmp_path / "s")) as store:
         assert_rows(store.snapshot(), USER, states[1100][USER])
     assert cnr("import", tmp_path / "s", dump, "--step", "3").code == 4
+
+
+def test_a_dump_with_a_key_twice_leaves_no_store_that_its_import_created(tmp_path: Path, dump: Path) -> None:
+    write_dump(dump, 5, [[Chunk(USER, rows_of(1, [1], 4))], [Chunk(USER, rows_of(2, [1], 4))]])
+
+    assert cnr("import", tmp_path / "s", dump, "--create").code == 4
+    assert not (tmp_path / "s").exists()

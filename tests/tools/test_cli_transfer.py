@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ import safetensors.torch
 import torch
 
 from cnr_store import BadInput, Snapshot, Store, TableOptions, verify_store
+from cnr_store.errors import NonFiniteValues
 from cnr_store.integrations.checkpoints import load_checkpoint
 from cnr_store.transfer import exporting, importing
 from cnr_store.transfer.exporting import export_snapshot
-from cnr_store.transfer.importing import import_tensors, plan_import
+from cnr_store.transfer.importing import ImportPlan, check_planned, import_tensors, plan_import
 from cnr_store.transfer.safetensors_file import Tensor, TensorFile, TensorSpec, open_safetensors, write_safetensors
 from tests.support.snapshot_bytes import bytes_of
 from tests.tools.cli_runner import cnr
@@ -375,6 +376,46 @@ def test_import_with_a_pattern_that_fits_no_table_is_refused(tmp_path: Path) -> 
     nothing = cnr("import", tmp_path / "s", tmp_path / "m.safetensors", "--create", "--table", "w*")
 
     assert (vector.code, nothing.code) == (4, 3)
+
+
+def with_nan(rows: int) -> torch.Tensor:
+    values = torch.from_numpy(rows_of(1, rows, 2))
+    values[rows - 1, 1] = torch.nan
+    return values
+
+
+@pytest.mark.parametrize(
+    ("name", "save", "tensors", "options"),
+    [
+        ("m.pt", torch.save, {}, ()),
+        ("m.pt", torch.save, {"w": with_nan(1000)}, ()),
+        ("m.safetensors", safetensors.torch.save_file, {"w": with_nan(1500)}, ("--exact",)),
+        ("m.safetensors", safetensors.torch.save_file, {"w": with_nan(4).half()}, ("--table", "w")),
+        ("m.safetensors", safetensors.torch.save_file, {"w": torch.ones(1000, 2)}, ("--max-error", 1e-30)),
+        ("m.safetensors", safetensors.torch.save_file, {"w": torch.ones(1000, 2)}, ("--table", "absent")),
+    ],
+)  # fmt: skip
+def test_an_import_that_fails_leaves_no_store_that_it_created(
+    tmp_path: Path, name: str, save: Callable[..., None], tensors: dict[str, torch.Tensor], options: tuple[Any, ...]
+) -> None:
+    save(tensors, tmp_path / name)
+
+    done = cnr("import", tmp_path / "s", tmp_path / name, "--create", *options)
+
+    assert done.code in (3, 4)
+    assert not (tmp_path / "s").exists()
+
+
+def test_the_check_of_an_import_names_the_first_bad_row_of_all_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importing, "_WINDOW_BYTES", 64)
+    table, slot = rows_of(1, 1000, 2), np.zeros(1000, np.float32)
+    table[501, 1] = table[502, 0] = np.inf
+    slot[500] = np.nan
+    file = TensorFile({"w": Tensor("float32", table), "s": Tensor("float32", slot)})
+
+    with pytest.raises(NonFiniteValues, match=r"row 500 of table 'w' \(and 2 more\)"):
+        check_planned(file, ImportPlan({"w": "w"}, {"w": {"sum": "s"}}, {}, ()), None)
+    check_planned(file, ImportPlan({"w": "w"}, {"w": {"sum": "s"}}, {}, ()), TableOptions(nonfinite="escape"))
 
 
 # The safetensors reader and writer against the package itself.

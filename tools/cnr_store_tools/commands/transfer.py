@@ -17,6 +17,7 @@ from cnr_store import (
     Store,
     StoreCopyReport,
     TableOptions,
+    check_import,
     copy_store,
     export_snapshot,
     import_tensors,
@@ -152,20 +153,26 @@ def import_(
     chosen = format or _import_format(path)
     if path.is_dir() != (chosen in ("parquet", "npy", "dcp", "torcheasyrec")):
         raise BadInput(f"{path} is a {'folder' if path.is_dir() else 'file'}, which format {chosen} is not")
-    save: Callable[..., ImportReport] = partial(import_tensors, source=path)
-    if chosen in ("torch", "dcp"):
-        need("torch")
-        from cnr_store.integrations.checkpoints import import_checkpoint, load_checkpoint
-
-        save = partial(import_checkpoint, source=load_checkpoint(path, model=model, extras=extra or (), reader=reader))
-    elif model or extra or reader:
+    if chosen not in ("torch", "dcp") and (model or extra or reader):
         raise BadInput("--model, --extra and --reader are for files of torch.save and for folders of DCP")
     if chosen == "torcheasyrec":
         if table or step is not None:
             raise BadInput("--table and --step are not for a dump of TorchEasyRec: its files name tables and steps")
         _import_dump(url, path, options, storage_option, create=create, replace=replace, json=json)
         return
-    with _open_or_create(url, storage_option, create=create) as store, progress_bars() as progress:
+    check: Callable[[], None]
+    save: Callable[..., ImportReport]
+    if chosen in ("torch", "dcp"):
+        need("torch")
+        from cnr_store.integrations.checkpoints import check_checkpoint, import_checkpoint, load_checkpoint
+
+        training = load_checkpoint(path, model=model, extras=extra or (), reader=reader)
+        save = partial(import_checkpoint, source=training)
+        check = partial(check_checkpoint, training, tables=table, options=options)
+    else:
+        save = partial(import_tensors, source=path)
+        check = partial(check_import, path, tables=table, options=options)
+    with _opened(url, storage_option, check if create else None) as store, progress_bars() as progress:
         report = save(
             store, step=step, tables=table, options=options, replace=replace, progress=partial(progress, "import")
         )
@@ -176,9 +183,10 @@ def _import_dump(
     url: str, path: Path, options: TableOptions | None, storage_option: list[str] | None, *, create: bool,
     replace: bool, json: bool,
 ) -> None:  # fmt: skip
-    from cnr_store.integrations.torcheasyrec import import_dump
+    from cnr_store.integrations.torcheasyrec import check_dump, import_dump
 
-    with _open_or_create(url, storage_option, create=create) as store, progress_bars() as progress:
+    check = partial(check_dump, path) if create else None
+    with _opened(url, storage_option, check) as store, progress_bars() as progress:
         report = import_dump(store, path, options=options, replace=replace, progress=partial(progress, "import"))
     lines = [f"skipped {count_text(len(report.skipped), 'step')}: not after the step that the store had"]
     if report.versions:
@@ -214,13 +222,15 @@ def _import_parts(url: str, report: ImportReport) -> Iterator[str]:
             yield f"{key} ({len(found)}): {', '.join(found[:20])}{', ...' if len(found) > 20 else ''}"
 
 
-def _open_or_create(url: str, storage_option: list[str] | None, *, create: bool) -> Store:
+def _opened(url: str, storage_option: list[str] | None, check: Callable[[], None] | None) -> Store:
+    """Open a store; with ``check``, which raises if the source is wrong, create it if there is none."""
     try:
         return open_store(url, storage_option)
     except NotAStore:
-        if not create:
+        if check is None:
             raise
-        return Store.create(url, **place_options(storage_option))
+    check()  # before the store is created: a wrong source leaves none
+    return Store.create(url, **place_options(storage_option))
 
 
 def _table_options(exact: bool, bits: int | None, max_error: float | None) -> TableOptions | None:
