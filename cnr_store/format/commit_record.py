@@ -56,6 +56,10 @@ class LogEntry:
         """The sha256 of each side object that the record names."""
         return self.record.state or tuple(layer.digest for layer in self.layers)
 
+    def is_live(self, version: int) -> bool:
+        """Return whether readers may open a version, if this is the newest entry: it has not expired. Pure."""
+        return is_live(self.record, version)
+
 
 def encode_record(record: CommitRecord, extra: dict[str, Any] | None = None) -> bytes:
     """Return the canonical bytes of a record with its check, unknown fields of its predecessor included."""

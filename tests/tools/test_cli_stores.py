@@ -252,6 +252,20 @@ def test_names_are_listed_and_given_by_step(root: Path) -> None:
     assert cnr("rollback", root, "3", "--step", "20").code == 4
 
 
+def test_log_and_show_say_which_versions_have_expired(root: Path) -> None:
+    assert not any(item["expired"] for item in cnr("log", root, "--json").document["records"])
+    assert "expired" not in cnr("log", root).out
+
+    assert cnr("gc", root, "--keep-last", 1, "--grace", "0s", "--force").code == 0
+
+    records = cnr("log", root, "--json").document["records"]
+    opened = [cnr("show", root, "--version", item["version"]) for item in records]
+    assert [item["version"] for item in records if item["expired"]] == [4, 2, 1, 0]  # "good" keeps 3
+    assert [done.code != 0 for done in opened] == [item["expired"] for item in records]
+    assert all("has expired" in done.err for done in opened if done.code)
+    assert cnr("log", root).out.count("expired") == 4
+
+
 def test_a_store_behind_a_web_server_is_read_and_never_written(root: Path) -> None:
     with web_server(root.parent) as server:
         url = f"{server}/{root.name}"

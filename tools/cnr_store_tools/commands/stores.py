@@ -57,13 +57,13 @@ def log(
 
 
 def _note(item: Document) -> str:
-    """Return the names that a record gives and that its version has now, and the message and metrics of its save."""
+    """Return whether a version has expired, the names that its record gives and that it has now, its save's notes."""
     target = None if item["target"] is None else f"-> {item['target']}"
     about = " ".join(part for part in (item["name"], target) if part)
     names = [about] * bool(about) + item["tags"] + item["channels"]
     if len(names) > MAX_NAMES:
         names[MAX_NAMES:] = [f"{len(names) - MAX_NAMES} more: `cnr tags`, `cnr channels`"]
-    return ", ".join([*names, *_notes_of(item["user"])])
+    return ", ".join(["expired"] * item["expired"] + names + _notes_of(item["user"]))
 
 
 def _notes_of(user: Mapping[str, Any]) -> list[str]:
@@ -76,9 +76,12 @@ def _notes_of(user: Mapping[str, Any]) -> list[str]:
 
 
 def _records(store: Store, limit: int | None) -> list[Document]:
-    """Return the newest records, newest first, each with the tags and channels that name it now."""
-    head = store.head().record
-    records = []
+    """Return the newest records, newest first, each with the tags and channels that name it now.
+
+    ``expired``: the version can no longer be opened, only its record is left.
+    """
+    newest = store.head()
+    head, records = newest.record, []
     for record in store.log(limit=limit):
         saved = record.chain[-1] if record.kind in ("baseline", "delta") and record.chain else None
         name = record.name
@@ -91,7 +94,7 @@ def _records(store: Store, limit: int | None) -> list[Document]:
                 "time_ms": record.ts_ms, "epoch": record.epoch, "chain_length": len(record.chain),
                 "writer": record.writer.host, "segment": None if saved is None else saved.seg,
                 "size_bytes": None if saved is None else saved.bytes, "rows": None if saved is None else saved.rows,
-                "name": name, "target": record.target, "user": record.user,
+                "name": name, "target": record.target, "user": record.user, "expired": not newest.is_live(record.v),
                 **_names(head.tags, head.channels, record.v),
             }
         )  # fmt: skip
