@@ -28,7 +28,14 @@ from cnr_store.errors import BadInput, Conflict, StorageFailure
 from cnr_store.format.documents import canonical_json, loads
 from cnr_store.format.layout import encode_name
 from cnr_store.format.limits import MAX_LISTS_BYTES
-from cnr_store.runtime.local_files import failing_at, lock_file, read_at_most, write_whole
+from cnr_store.runtime.local_files import (
+    failing_at,
+    lock_file,
+    open_file,
+    read_at_most,
+    sync_path,
+    write_whole,
+)
 from cnr_store.runtime.notebook import ShownReport
 
 RECORDING = "__recording.json"
@@ -304,11 +311,11 @@ class _Files:
             self._remove()
             raise
         for name in self.names:
-            _sync(_part(name))
+            sync_path(_part(name))
         for name in self.names:
             _part(name).rename(name)
         for parent in {name.parent for name in self.names}:
-            _sync(parent)
+            sync_path(parent)
 
     def _remove(self) -> None:
         for name in self.names:
@@ -383,18 +390,10 @@ def _put(folder: Path, recording: Recording) -> Recording:
     part = _part(path)
     with _failing_at(path):
         write_whole(part, canonical_json(recording))
-        _sync(part)
-        part.rename(path)
-        _sync(folder)
+        sync_path(part)
+        part.replace(path)
+        sync_path(folder)
     return recording
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -402,7 +401,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
     """Keep other processes, and other threads, out of the folder; the lock ends with its holder, whatever kills it."""
     path = folder / "__lock"
     with _failing_at(path):
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        lock = open_file(path, os.O_RDWR | os.O_CREAT)
     try:
         try:
             lock_file(lock)

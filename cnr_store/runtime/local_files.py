@@ -21,6 +21,10 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+try:
+    import msvcrt
+except ImportError:  # all but Windows
+    msvcrt = None  # type: ignore[assignment]
 
 _ADVICE = {
     errno.ENOSPC: "free some space there, or use another folder",
@@ -30,8 +34,10 @@ _ADVICE = {
     errno.ENFILE: "raise the limit of open files (fs.file-max)",
     errno.ELOOP: "it is a symbolic link, which is not followed: remove it",
 }
-# Without these (Windows) a link is followed, and a pipe waited for.
+# Windows lacks these: there `open_file` looks for a link itself, and a pipe is waited for.
 _NO_FOLLOW, _NO_WAIT = getattr(os, "O_NOFOLLOW", 0), getattr(os, "O_NONBLOCK", 0)
+_HAS_FOLDERS = hasattr(os, "O_DIRECTORY")  # Windows opens no folder
+_LOCKED_BYTE = 1 << 30  # no file that is locked is so long: Windows keeps others from reading what it locks
 _BINARY = getattr(os, "O_BINARY", 0)  # Windows: without it the ends of lines change
 _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
@@ -65,6 +71,44 @@ def failing_at(
         ) from error
 
 
+def open_file(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
+    """Return a descriptor of a file, as `os.open` of bytes does; a link in its place is not followed.
+
+    Without ``O_NOFOLLOW`` a link is found after the open, so pass no ``O_TRUNC``.
+
+    Raises
+    ------
+    OSError
+        ``ELOOP`` if it is a link.
+    """
+    fd = os.open(path, flags | _NO_FOLLOW | _BINARY, mode)
+    if not _NO_FOLLOW:
+        try:
+            if not os.path.samestat(os.lstat(path), os.fstat(fd)):
+                raise OSError(errno.ELOOP, "a symbolic link", os.fspath(path))
+        except BaseException:
+            os.close(fd)
+            raise
+    return fd
+
+
+def sync_path(path: Path) -> None:
+    """Make a file, or the names in a folder, durable; Windows has no such call for folders.
+
+    Raises
+    ------
+    OSError
+    """
+    if not _HAS_FOLDERS and path.is_dir():
+        return
+    # Windows syncs only what is open for writing.
+    fd = os.open(path, os.O_RDONLY if _HAS_FOLDERS else os.O_RDWR)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def read_at_most(path: Path, limit_bytes: int) -> bytes:
     """Return a file's bytes, at most the first ``limit_bytes`` + 1. Follows no link, waits for no pipe.
 
@@ -73,7 +117,7 @@ def read_at_most(path: Path, limit_bytes: int) -> bytes:
     OSError
         The file does not exist, is a link or no regular file, or cannot be read.
     """
-    fd = os.open(path, os.O_RDONLY | _NO_FOLLOW | _NO_WAIT | _BINARY)
+    fd = open_file(path, os.O_RDONLY | _NO_WAIT)
     with os.fdopen(fd, "rb") as file:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
@@ -89,8 +133,9 @@ def write_whole(path: Path, data: bytes) -> None:
     ------
     OSError
     """
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NO_FOLLOW | _BINARY, 0o666)
+    fd = open_file(path, os.O_WRONLY | os.O_CREAT)
     with os.fdopen(fd, "wb") as file:
+        file.truncate(0)
         file.write(data)
 
 
@@ -118,8 +163,17 @@ def lock_file(fd: int) -> None:
     BlockingIOError
         Another process has it.
     Unsupported
-        The system has no such locks (Windows).
+        The system has no such locks.
     """
-    if fcntl is None:
-        raise Unsupported("this needs file locks of Linux or macOS; run it there, or under WSL", found=sys.platform)
-    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if fcntl is not None:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    elif msvcrt is not None:
+        os.lseek(fd, _LOCKED_BYTE, os.SEEK_SET)
+        try:
+            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
+        except PermissionError as error:
+            raise BlockingIOError(error.errno, error.strerror) from None
+        finally:
+            os.lseek(fd, 0, os.SEEK_SET)
+    else:
+        raise Unsupported("this needs file locks of Linux, macOS or Windows; run it there", found=sys.platform)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import mypy
+import pyarrow.parquet as pq
 
 ROOT = Path(__file__).resolve().parents[2]
 STUBS = Path(mypy.__file__).parent / "typeshed" / "stdlib"
@@ -92,6 +93,49 @@ def test_a_store_is_read_where_posix_calls_are_missing(tmp_path: Path) -> None:
     )
 
     assert printed.splitlines() == ["36.0", "(1, 4)", "0"]
+
+
+def test_changes_are_written_to_files_where_posix_calls_are_missing(tmp_path: Path) -> None:
+    """Once `cnr changes --to parquet:` failed on Windows, without `os.O_NOFOLLOW`; links are refused there."""
+    (tmp_path / "elsewhere").write_bytes(b"not mine")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "__lock").symlink_to(tmp_path / "elsewhere")
+
+    printed = run(
+        """
+        import types
+        import numpy as np
+        held = set()
+        def locking(fd, mode, size):
+            place = (os.fstat(fd).st_ino, os.lseek(fd, 0, os.SEEK_CUR), size)
+            if place in held:
+                raise PermissionError(13, "Permission denied")
+            held.add(place)
+        sys.modules["msvcrt"] = types.SimpleNamespace(locking=locking, LK_NBLCK=2)
+        import cnr_store_tools.cli
+        from cnr_store import Conflict, Store
+        from cnr_store.changes import changes, write_parquet
+        store = Store.create("memory://other-system")
+        with store.writer() as writer:
+            for step in (1, 2):
+                with writer.begin(step, "baseline") as txn:
+                    txn.write_table("t", np.full((9, 4), step, np.float32))
+        call = ["changes", "memory://other-system", "--to"]
+        done = typer.testing.CliRunner().invoke(cnr_store_tools.cli.app, [*call, "parquet:files"])
+        print(done.exit_code)
+        linked = typer.testing.CliRunner().invoke(cnr_store_tools.cli.app, [*call, "parquet:linked"])
+        print(linked.exit_code, "symbolic link" in linked.output + str(linked.exception))
+        try:
+            write_parquet(changes(store), "files")
+        except Conflict as error:
+            print(error.kind)
+        """,
+        tmp_path,
+    )
+
+    assert printed.splitlines() == ["0", "7 True", "conflict"]
+    assert pq.read_table(next((tmp_path / "files" / "t").iterdir())).num_rows == 9
+    assert (tmp_path / "elsewhere").read_bytes() == b"not mine"
 
 
 def test_a_local_folder_is_refused_where_it_is_not_safe(tmp_path: Path) -> None:

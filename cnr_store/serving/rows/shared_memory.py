@@ -40,7 +40,7 @@ import numpy.typing as npt
 from cnr_store.errors import Conflict, CorruptObject, NewerFormat, StorageFailure
 from cnr_store.format.documents import loads
 from cnr_store.format.limits import MAX_SMALL_BYTES
-from cnr_store.runtime.local_files import failing_at, lock_file, read_at_most, reserve, write_whole
+from cnr_store.runtime.local_files import failing_at, lock_file, open_file, read_at_most, reserve, write_whole
 from cnr_store.serving.rows.board import BOARD_BYTES, Board
 from cnr_store.serving.rows.memory import Array, ArrayShape, Memory, offsets_of
 from cnr_store.serving.rows.view_file import ArrayRef, describe_view, encode_view
@@ -415,7 +415,7 @@ def map_file(
         The file is smaller, or empty.
     """
     flags = (os.O_RDWR if writable else os.O_RDONLY) | (os.O_CREAT | os.O_EXCL if create else 0)
-    file = os.open(path, flags | os.O_NOFOLLOW, 0o600)
+    file = open_file(path, flags, 0o600)
     try:
         if create:
             os.ftruncate(file, size)
@@ -439,7 +439,7 @@ def _unlink(path: Path) -> None:
 
 def _reserve(block: _Block, used: int) -> None:
     with _failing_at(block.path, used):
-        file = os.open(block.path, os.O_RDWR | os.O_NOFOLLOW)
+        file = open_file(block.path, os.O_RDWR)
         try:
             reserve(file, used)
         finally:
@@ -456,7 +456,7 @@ def _address(array: Array) -> int:
 
 def _own(folder: Path) -> int:
     """Return the locked descriptor; its lock makes this process the owner."""
-    file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    file = open_file(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         lock_file(file)
     except BlockingIOError:
