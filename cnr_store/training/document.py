@@ -25,6 +25,7 @@ from cnr_store.training.reader import Stateful, capture_rng
 from cnr_store.training.shards import LocalShard, Slots
 from cnr_store.training.state import OtherState, StatePlan
 from cnr_store.training.tensors import leaf_of, slot_kind
+from cnr_store.write.table_options import SlotBits
 
 TRAINER = "trainer/0"
 PROGRESS = "progress/0"
@@ -64,7 +65,8 @@ class RateDocument(msgspec.Struct, frozen=True):
     """What the next process needs to know of how exact tables are stored.
 
     ``restores``: how often the state was restored on its way here. ``bits``: by table, the width that its scale is for,
-    if options named one. ``given``: tables whose scale was given, by ``scale=`` or ``max_error=``.
+    if options named one. ``given``: tables whose scale was given, by ``scale=`` or ``max_error=``. ``slot_bits``: by
+    table, what options gave for its slots.
     ``first_loss``, ``loss``: the mean loss at the first save and now, of ``losses`` that were reported. ``halved``: by
     table, how often the schedule has halved its scale. ``calibrated``: by table, the scale that a validation chose.
     """
@@ -77,6 +79,7 @@ class RateDocument(msgspec.Struct, frozen=True):
     halved: dict[str, Size] = {}
     calibrated: dict[str, Scale] = {}
     given: list[str] = []
+    slot_bits: dict[str, SlotBits | dict[str, SlotBits]] = {}
 
 
 class TrainerDocument(msgspec.Struct, frozen=True):

@@ -336,5 +336,16 @@ def keeps_exactness(slot: SlotSchema, bits: SlotBits | None) -> bool:
     return slot.dtype != "float32" or is_exact == (bits == "exact")
 
 
+def keeps_slots(schema: TableSchema, before: TableOptions, now: TableOptions) -> bool:
+    """Whether the slots of a table, stored by ``before``, are as precise as ``now`` asks; exactness aside. Pure."""
+    bits = asked_bits(now)
+    for name, slot in schema.slots.items():
+        old, new = slot_bits_of(before, name, bits), slot_bits_of(now, name, bits)
+        is_same = old == new or (slot.kind == "row" and None not in (old, new))
+        if slot.dtype == "float32" and "exact" not in (old, new) and not is_same:
+            return False
+    return True
+
+
 def _is_mean(name: str, beside: Collection[str]) -> bool:
     return name == "exp_avg" or (name == "momentum1" and not _SECOND_MOMENTS.isdisjoint(beside))

@@ -32,7 +32,7 @@ from cnr_store.write.rate import (
     refinement,
     smoothed,
 )
-from cnr_store.write.schema_choice import asked_bits, given_scale
+from cnr_store.write.schema_choice import asked_bits, given_scale, keeps_slots
 from cnr_store.write.table_options import TableOptions
 from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
@@ -230,8 +230,14 @@ class RateControl:
             wanted = bits_after(options.expected_restores, self._restores)
             if wanted > bits:
                 growing[table] = (bits, wanted)
-        if not growing:
-            return
+        if growing:
+            self._widen(ranks, writer, growing)
+        for table in self._options:
+            if table in kept:
+                self._follow_slot_bits(table, writer.snapshot.tables[table], document)
+
+    def _widen(self, ranks: Ranks, writer: Writer, growing: Mapping[str, tuple[AffineBits, AffineBits]]) -> None:
+        """Plan the widths that the restores ask for, by table the width of now and that; all ranks call it."""
         measured = self._meter.measure(ranks, writer, {table: self._widened(table) for table in growing})
         for table, (bits, wanted) in growing.items():
             asked = measured[table]
@@ -271,6 +277,14 @@ class RateControl:
             reason = f"a scale of {asked:.6g} is asked for now, not {chosen:.6g}"
         self._pending[table] = Refinement("baseline", 0, asked_bits(options), reason)
         logger.info("table %s: %s: %s", table, reason, _effect_of(self._pending[table]))
+
+    def _follow_slot_bits(self, table: str, schema: TableSchema, document: RateDocument) -> None:
+        """Plan a baseline of a table whose slots are to be stored in other bits than the checkpoint's options gave."""
+        options, before = self._options[table], document.slot_bits.get(table)
+        if not keeps_slots(schema, replace(options, slot_bits=before), options):
+            reason = f"slot_bits={options.slot_bits} is asked for now, not {before}"
+            self._pending[table] = Refinement("baseline", 0, self._width_anew(table), reason)
+            logger.info("table %s: %s: %s", table, reason, _effect_of(self._pending[table]))
 
     def _follow_loss(self, ranks: Ranks, writer: Writer) -> None:
         """Plan the halvings that the loss of the checkpoint asks for, as far as codes have room."""
@@ -397,10 +411,12 @@ class RateControl:
 
     def document(self) -> RateDocument:
         """Return what the next checkpoint records, after `stage`."""
+        of_slots = ((table, options.slot_bits) for table, options in self._options.items())
         given = [t for t in sorted(self._options.keys() - self._calibrated.keys()) if not self._has_target(t)]
         return RateDocument(
             restores=self._restores, bits={**self._bits, **self._staged}, first_loss=self._staged_first,
             loss=self._loss, losses=self._losses, halved=self._halved_after(), calibrated=self._calibrated, given=given,
+            slot_bits={t: dict(b) if isinstance(b, Mapping) else b for t, b in of_slots if b is not None},
         )  # fmt: skip
 
     def _halved_after(self) -> dict[str, int]:
