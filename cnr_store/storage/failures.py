@@ -136,9 +136,14 @@ def storage_failure(
         shown += f", {errno.errorcode.get(error.errno, error.errno)}"
     failure: StorageFailure
     if is_denied(error):
+        advice = (
+            "the file system is read-only: mount it writable, or use another folder"
+            if isinstance(error, OSError) and error.errno == errno.EROFS
+            else "check the credentials and their rights. Object stores also answer so for a missing key when the "
+            "right to list is missing"
+        )
         failure = AccessDenied(
-            f"{what} was refused ({shown}); check the credentials and their rights. Object stores also "
-            "answer so for a missing key when the right to list is missing",
+            f"{what} was refused ({shown}); {advice}",
             path=key,
             found=shown,
         )

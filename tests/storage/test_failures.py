@@ -138,6 +138,16 @@ def test_refused_credentials_are_denied_and_never_absent(error: BaseException) -
     assert failure.__cause__ is error
 
 
+def test_a_read_only_folder_is_called_that_and_not_wrong_credentials() -> None:
+    """A regression: a training whose folder became read-only was told to check its credentials."""
+    error = OSError(errno.EROFS, MISLEADING)
+    failure = storage_failure(error, action="writing", url="/data/s", key="k", secrets=Secrets())
+
+    assert isinstance(failure, AccessDenied)
+    assert "read-only" in str(failure)
+    assert "credentials" not in str(failure)
+
+
 CUT_OFF: list[Callable[[], BaseException]] = [
     TimeoutError,
     FSTimeoutError,
