@@ -19,7 +19,7 @@ GPU_PYTHON ?= python3
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve-demo test test-pythons check doctests bytecode azurite redis bench gpu docs soak dist-check mutants clean
+.PHONY: help setup demo serve-demo test test-pythons check lint types doctests bytecode suite azurite redis bench gpu docs soak dist-check mutants clean
 
 help:
 	@echo "make demo   train, kill, restore and finish a small model; leaves a store to look at"
@@ -53,10 +53,15 @@ demo: $(VENV)/.stamp
 serve-demo: $(VENV)/.stamp
 	$(BIN)/python -m tests.serving.soak $(DEMO_ARGS)
 
-check: $(VENV)/.stamp
+check: lint types
+
+lint: $(VENV)/.stamp
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
+
+# Its minute of a core is what the tests leave: they wait for processes and servers.
+types: $(VENV)/.stamp
+	nice -n 5 $(BIN)/mypy
 
 # Without npm's registry the Azure tests skip and say so; everything else runs.
 azurite: $(VENV)/.stamp
@@ -78,10 +83,12 @@ doctests: $(VENV)/.stamp
 bytecode: $(VENV)/.stamp
 	-@$(BIN)/python -m pytest -qq --collect-only tests > /dev/null
 
-# Two jobs: mypy keeps one core busy, so the doctests and the bytecode are made beside it.
-test: azurite redis
-	$(MAKE) --no-print-directory --jobs 2 check doctests bytecode
+# Only what the workers would each do themselves comes ahead of them.
+suite: azurite redis doctests bytecode
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests
+
+test: lint
+	$(MAKE) --no-print-directory --jobs 5 types suite
 
 # An environment for each. CI=: here torch may be another build than the pinned one; the set-up warns.
 test-pythons:
