@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import closing
@@ -35,6 +36,9 @@ if _has_room():
 settings.register_profile("any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any_machine")
 
+# What is imported and collected stays until the end: the garbage collector need not look through it, now or later.
+gc.disable()
+
 pytest_plugins = ["tests.support.servers"]
 
 
@@ -62,6 +66,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(
                     pytest.mark.skip(reason=f"not on {config.getoption('--device')}: {ON_THE_CPU[item.path.name]}")
                 )
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -13,11 +12,3 @@ def torch_keeps_its_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_collections() -> Iterator[None]:
-    """Each measurement begins with a collection; it need not look through all that other tests have imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
