@@ -58,6 +58,16 @@ def scenario(run: Scenario) -> Scenario:
     return run
 
 
+ACROSS: dict[str, Scenario] = {}
+"""Those of `SCENARIOS` that load what other numbers of ranks have saved."""
+
+
+def across(run: Scenario) -> Scenario:
+    """Register a scenario that uses `Place.earlier`: it runs in each turn, others once with each number of ranks."""
+    ACROSS[run.__name__] = run
+    return scenario(run)
+
+
 def whole_state(seed: int = 0) -> dict[str, torch.Tensor]:
     """Tensors of every kind, the same on every rank."""
     make = torch.Generator().manual_seed(seed)
@@ -118,7 +128,7 @@ def newest(path: Path) -> tuple[int, str]:
 # ---- placements, and numbers of ranks
 
 
-@scenario
+@across
 def rows_are_saved_and_loaded_as_rows_columns_and_copies(place: Place) -> None:
     mesh = line_of(place)
     path = place.store("placed")
@@ -221,7 +231,7 @@ def sharded(place: Place, whole: torch.Tensor, dimension: int) -> Any:
     return sharded_tensor.init_from_local_shards(shards, *whole.shape)
 
 
-@scenario
+@across
 def sharded_tensors_are_saved_and_cut_anew(place: Place) -> None:
     path, whole = place.store("sharded"), {n: t for n, t in whole_state().items() if n in ("rows", "ids", "bias")}
     with CnrStorageWriter(path) as writer:
@@ -311,7 +321,7 @@ def full(state: Any) -> dict[str, torch.Tensor]:
     return {"": state.clone()} if isinstance(state, torch.Tensor) else {}
 
 
-@scenario
+@across
 def fsdp2_resumes_on_other_ranks_with_its_optimizer(place: Place) -> None:
     path = place.store("fsdp")
     model, optimizer = fsdp(place, seed=0)
