@@ -10,7 +10,7 @@ import pytest
 import zstandard
 
 from cnr_store.errors import CorruptObject
-from cnr_store.format import digit_chunks, digits
+from cnr_store.format import arrays, digits
 
 COUNT = 1 << 16
 
@@ -28,7 +28,7 @@ def entropy_bytes(values: npt.NDArray[Any]) -> float:
 
 def decoded(frame: bytes, count: int, dtype: str) -> npt.NDArray[Any]:
     out = np.empty(count, dtype)
-    digit_chunks.decode(memoryview(frame), count, out.itemsize, "chunk").unpack(0, out)
+    arrays.decode_digits(memoryview(frame), count, out.itemsize, "chunk").unpack(0, out)
     return out
 
 
@@ -39,7 +39,7 @@ def decoded(frame: bytes, count: int, dtype: str) -> npt.NDArray[Any]:
 def test_codes_take_little_more_than_their_entropy(spread: float, growth: float) -> None:
     values = laplace(spread)
 
-    frame = digit_chunks.encode(values)
+    frame = arrays.encode_digits(values)
 
     assert np.array_equal(decoded(frame, COUNT, "int16"), values)
     assert len(frame) <= growth * entropy_bytes(values) + 100
@@ -48,10 +48,10 @@ def test_codes_take_little_more_than_their_entropy(spread: float, growth: float)
 @pytest.mark.parametrize("dtype", ["int16", "int32", "int64"])
 def test_one_large_value_among_small_ones_costs_next_to_nothing(dtype: str) -> None:
     values = laplace(1.0, dtype)
-    alone = len(digit_chunks.encode(values))
+    alone = len(arrays.encode_digits(values))
     values[1000] = np.iinfo(dtype).max
 
-    frame = digit_chunks.encode(values)
+    frame = arrays.encode_digits(values)
 
     assert np.array_equal(decoded(frame, COUNT, dtype), values)
     assert len(frame) <= 1.01 * alone + 700
@@ -61,12 +61,12 @@ def test_one_large_value_among_small_ones_costs_next_to_nothing(dtype: str) -> N
 def test_few_values_come_back(values: list[int]) -> None:
     given = np.array(values, np.int16)
 
-    assert decoded(digit_chunks.encode(given), given.size, "int16").tolist() == values
+    assert decoded(arrays.encode_digits(given), given.size, "int16").tolist() == values
 
 
 def test_a_plain_compressor_would_do_for_every_reader() -> None:
     values = laplace(3.0)
-    content = zstandard.ZstdDecompressor().decompress(digit_chunks.encode(values))
+    content = zstandard.ZstdDecompressor().decompress(arrays.encode_digits(values))
 
     again = zstandard.ZstdCompressor(level=19).compress(content)
 
@@ -80,20 +80,20 @@ def frame(content: bytes) -> memoryview:
 @pytest.mark.parametrize("size", [0, 35, 37, 10**6])
 def test_a_frame_of_another_size_is_refused_before_it_is_decoded(size: int) -> None:
     with pytest.raises(CorruptObject, match="elements"):
-        digit_chunks.decode(frame(bytes(size)), 10, 2, "chunk")
+        arrays.decode_digits(frame(bytes(size)), 10, 2, "chunk")
 
 
 def test_a_frame_that_does_not_tell_its_size_is_refused() -> None:
     silent = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(36))
 
     with pytest.raises(CorruptObject, match="unknown number"):
-        digit_chunks.decode(memoryview(silent), 10, 2, "chunk")
+        arrays.decode_digits(memoryview(silent), 10, 2, "chunk")
 
 
 @pytest.mark.parametrize("data", [b"", b"no frame at all", bytes(frame(bytes(range(36))))[:-9]])
 def test_what_is_no_frame_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptObject, match="zstd"):
-        digit_chunks.decode(memoryview(data), 10, 2, "chunk")
+        arrays.decode_digits(memoryview(data), 10, 2, "chunk")
 
 
 @pytest.mark.parametrize("bases", [(256,) * 3, (2, *(256,) * 2, 16, 3), (255,) * 8], ids=str)
@@ -101,7 +101,7 @@ def test_digits_without_room_are_refused(bases: digits.Bases) -> None:
     end = bytes(base % 256 for base in bases).rjust(8, b"\1")
 
     with pytest.raises(CorruptObject, match="need more bytes"):
-        digit_chunks.decode(frame(bytes(28) + end), 10, 2, "chunk")
+        arrays.decode_digits(frame(bytes(28) + end), 10, 2, "chunk")
 
 
 @pytest.mark.parametrize("widest", [2, 6, 14, 40, 100])
@@ -115,10 +115,10 @@ def test_bases_fit_chunks_whose_codes_widen_along_them(widest: int) -> None:
     sizes = {bases: frame_bytes(values, bases) for bases in found}
 
     assert len(found) > 1
-    assert frame_bytes(values, digit_chunks.choose(values)) <= 1.006 * min(sizes.values())
+    assert frame_bytes(values, arrays.choose_bases(values)) <= 1.006 * min(sizes.values())
 
 
 def frame_bytes(values: npt.NDArray[Any], bases: digits.Bases) -> int:
-    chunk = np.zeros(digit_chunks.chunk_bytes(values.size, values.itemsize), np.uint8)
+    chunk = np.zeros(arrays.digit_chunk_bytes(values.size, values.itemsize), np.uint8)
     digits.pack(values, bases, chunk)
-    return len(digit_chunks._COMPRESSOR.compress(chunk, digits.plane_bytes(bases, values.size)))
+    return len(arrays._COMPRESSOR.compress(chunk, digits.plane_bytes(bases, values.size)))

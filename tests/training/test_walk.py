@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.support.walk import walk_of_a_row
 
-MOST_FILES = 52
+MOST_FILES = 51
 
 
 def test_a_row_passes_few_files_and_no_call_returns_upward(tmp_path: Path) -> None:
