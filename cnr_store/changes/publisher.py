@@ -24,6 +24,7 @@ from cnr_store.format.manifest_state import is_same_tensor
 from cnr_store.format.records import TableSchema
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.arguments import checked_count, checked_number
+from cnr_store.runtime.closing import Closing
 from cnr_store.runtime.notebook import ShownReport
 from cnr_store.segment.codes import (
     ABSENT,
@@ -81,7 +82,7 @@ class PublishReport(ShownReport):
     size_bytes: int
 
 
-class PriorityPublisher:
+class PriorityPublisher(Closing):
     """Writes a store for servers that follows a training's store within a limit of bytes. For one thread at a time.
 
     Each version of the source becomes one version of the target. Of the rows that differ from the target's, those that
@@ -165,12 +166,6 @@ class PriorityPublisher:
     def close(self) -> None:
         """Release the target's mirrors. Idempotent."""
         self._writer.close()
-
-    def __enter__(self) -> PriorityPublisher:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def advance(self) -> list[PublishReport]:
         """Publish each new version of the source, and return a report of each. Blocks.

@@ -24,6 +24,7 @@ from cnr_store.changes.version_reader import VersionReader, names_of, segment_of
 from cnr_store.errors import BadInput, BranchNotFound, CursorExpired, MissingObject, TableNotFound, VersionNotFound
 from cnr_store.format.commit_record import LogEntry, is_live
 from cnr_store.runtime.arguments import checked_choice, checked_count, checked_number
+from cnr_store.runtime.closing import Closing
 from cnr_store.runtime.repeating import pause_s
 from cnr_store.serving.loader_options import check_names
 from cnr_store.serving.protection import RegisteredCursor
@@ -165,7 +166,7 @@ class _TargetGone(Exception):
     """The version expired and was deleted before a batch of it was reported."""
 
 
-class ChangeStream:
+class ChangeStream(Closing):
     """An iterator of record batches; see `changes`. One thread iterates; `close` may be called from any.
 
     After an error the next call retries: it starts the version again that was not consumed completely.
@@ -232,12 +233,6 @@ class ChangeStream:
         schema = tables[names[0]]
         columns = change_schema(names[0], schema, sorted(schema.slots) if self._reader.has_slots else ())
         return pa.RecordBatchReader.from_batches(columns, self).__arrow_c_stream__(requested_schema)
-
-    def __enter__(self) -> ChangeStream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the stream, and a wait in it. A registered cursor stays at its version.

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from types import TracebackType
 
 from cnr_store.errors import BadInput, MissingDependency, StorageFailure
 from cnr_store.format.layout import hint_key
+from cnr_store.runtime.closing import Closing
 from cnr_store.storage.local import LocalStorage
 from cnr_store.store import Store
 
@@ -28,7 +28,7 @@ except ImportError as error:
 __all__ = ["FolderWatch"]
 
 
-class FolderWatch:
+class FolderWatch(Closing):
     """Calls ``wake()`` after each commit to a store, branch or relay in a local folder, on threads of its own.
 
     It watches the hint, which a writer or a relay writes when its record is durable. Where the system tells nothing,
@@ -70,14 +70,6 @@ class FolderWatch:
         """End the threads; blocks until they have ended. Idempotent."""
         self._observer.stop()
         self._observer.join()
-
-    def __enter__(self) -> FolderWatch:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class _Renames(FileSystemEventHandler):

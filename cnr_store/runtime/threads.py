@@ -16,10 +16,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 from cnr_store.runtime.arguments import checked_count, checked_number
+from cnr_store.runtime.closing import Closing
 
 Result = TypeVar("Result")
 
@@ -119,7 +119,7 @@ class Throttle:
             self._sleep(wait)
 
 
-class Workers:
+class Workers(Closing):
     """A pool of threads that runs batches of tasks; usable from several threads, not from its own tasks.
 
     Threads do not survive a fork: in a forked process, such as a worker of a DataLoader, the first batch starts others.
@@ -137,14 +137,6 @@ class Workers:
     def _start(self) -> None:
         self._process = os.getpid()
         self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix=self._name)
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Wait for running tasks and end the threads. Idempotent."""

@@ -22,6 +22,7 @@ from cnr_store.format.layout import branch_of
 from cnr_store.format.records import TableSchema
 from cnr_store.log.clock import wall_ms
 from cnr_store.runtime.arguments import checked_choice
+from cnr_store.runtime.closing import Closing
 from cnr_store.runtime.repeating import Repeating, pause_s
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import Array
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from cnr_store.serving.rows.views import View
 
 
-class Loader(TableLookups):
+class Loader(TableLookups, Closing):
     """Tables of a store in memory, at one version for every lookup; `poll` follows the store.
 
     The constructor loads the state and blocks. Lookups may come from any number of threads; they wait neither for each
@@ -366,12 +367,6 @@ class Loader(TableLookups):
             if not self._is_closed:
                 self._check_open()
                 self._release()
-
-    def __enter__(self) -> Loader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     async def __aenter__(self) -> Loader:
         return self

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any, Self
+from typing import Any
 
 from cnr_store.errors import BadInput, StorageFailure
 from cnr_store.serving.loader import Loader
@@ -90,9 +90,6 @@ class LoaderProcess(AttachedTables):
         except BaseException:
             self._end()
             raise
-
-    def __enter__(self) -> Self:
-        return self
 
     @property
     def is_running(self) -> bool:

@@ -16,6 +16,7 @@ from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.log.leases import Lease
 from cnr_store.log.retention import Best, KeepBest
 from cnr_store.read.snapshot import Snapshot
+from cnr_store.runtime.closing import Closing
 from cnr_store.runtime.notebook import html_table
 from cnr_store.runtime.ranks import OneRank, Ranks
 from cnr_store.segment.chunk_cache import ChunkCache
@@ -35,7 +36,7 @@ from cnr_store.write.writer_state import Succession
 logger = logging.getLogger(__name__)
 
 
-class Store:
+class Store(Closing):
     """One checkpoint store at a URL, or one branch of it. Opening it reads and caches only ``cnr.json``.
 
     On a branch, versions, tags and channels are the branch's own; `branches` and `drop_branch` act on the whole store.
@@ -139,12 +140,6 @@ class Store:
     def _repr_html_(self) -> str:
         rows = [(one.v, one.kind, one.step, len(one.chain)) for one in self.log(limit=10)]
         return html_table(f"{self.url}, newest records", ("version", "kind", "step", "segments"), rows)
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the threads. Snapshots and writers of this store cannot be used afterwards."""

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, eq
-from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +20,7 @@ from cnr_store.read.plan import compare_digest, expected_digest
 from cnr_store.read.replay import named_rows
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.read.table_reader import replay_keyed
+from cnr_store.runtime.closing import Closing
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.segment.codes import Array, array_specs
 from cnr_store.segment.shards import KeyShare, Shard, shards_of
@@ -43,7 +43,7 @@ _RESTORES = 3
 """How often a load is tried, if the head is compacted and its segments deleted while it is loaded."""
 
 
-class Writer:
+class Writer(Closing):
     """The only committer of a store: opening one fences every earlier writer.
 
     Not thread-safe: one thread at a time. Memory: the code mirrors (`mirror_nbytes`), and chunks in flight.
@@ -66,14 +66,6 @@ class Writer:
     def mirrors(self) -> Mirrors:
         """The code mirrors, by table."""
         return self._state.mirrors
-
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Free the mirrors. Uncommitted work is lost; a second call does nothing."""

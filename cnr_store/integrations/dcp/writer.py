@@ -8,7 +8,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -27,6 +26,7 @@ from cnr_store.integrations.dcp.tracked_copy import TrackedCopy
 from cnr_store.integrations.dcp.values import LAYOUT_DOCUMENT, plain_value, to_leaf, values_document
 from cnr_store.integrations.dcp.writing import Options, write_changes, write_dense, write_whole
 from cnr_store.runtime.arguments import checked_choice, checked_count
+from cnr_store.runtime.closing import Closing
 from cnr_store.runtime.ranks import OneRank, Ranks, rank_zero, together
 from cnr_store.store import Store
 from cnr_store.training.ranks import ProcessRanks
@@ -62,7 +62,7 @@ class _AskedStep(threading.local):
     step: int | None = None
 
 
-class CnrStorageWriter(StorageWriter):
+class CnrStorageWriter(StorageWriter, Closing):
     """Saves state dicts of DCP into a store. Keep one for the whole run: what it saved last is what deltas build on.
 
     With several ranks all make it together, and use it, for saves with collectives only. It is an ``AsyncStager``
@@ -346,14 +346,6 @@ class CnrStorageWriter(StorageWriter):
             self._writer.close()
         if self._owned is not None:
             self._owned.close()
-
-    def __enter__(self) -> CnrStorageWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __reduce__(self) -> Any:
         """Refuse to be sent to another process, as AsyncCheckpointerType.PROCESS would.

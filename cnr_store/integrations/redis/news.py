@@ -6,11 +6,11 @@ import logging
 import threading
 from collections.abc import Callable
 from random import random
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from cnr_store.errors import AccessDenied, StorageFailure
 from cnr_store.integrations.redis.connection import Connection, connected
+from cnr_store.runtime.closing import Closing
 from cnr_store.runtime.repeating import Repeating, pause_s
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _LISTEN_S = 0.2
 """Seconds that a listener waits for a message before it looks whether it was closed."""
 
 
-class RedisNews:
+class RedisNews(Closing):
     """Announces versions of a store to all who listen, in Redis 5 or newer.
 
     A message wakes a poll and carries nothing that is trusted; one that is lost costs a poll interval at most. Where
@@ -92,14 +92,6 @@ class RedisNews:
             thread.stop()
         for listener, _ in listeners:
             listener.disconnect()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _publish(self) -> float:
         with self._lock:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from cnr_store.errors import CorruptObject, StorageFailure, VersionNotFound
 from cnr_store.format.limits import MAX_MANIFEST_BYTES
+from cnr_store.runtime.closing import Closing
 from cnr_store.runtime.local_files import failing_at, read_at_most
 from cnr_store.serving.rows.board import BOARD_BYTES, Board
 from cnr_store.serving.rows.lookups import Lookups, TableLookups
@@ -52,7 +53,7 @@ class _Attachment:
     base: Mapping[str, tuple[BaseRef, BaseTable]]
 
 
-class AttachedTables(TableLookups):
+class AttachedTables(TableLookups, Closing):
     """The tables that the owner of ``folder`` serves, for lookups on any number of threads.
 
     >>> with AttachedTables("/dev/shm/model") as tables:  # doctest: +SKIP
@@ -79,12 +80,6 @@ class AttachedTables(TableLookups):
         self._missed = 0
         self._lookups = Lookups(self)
         self._attach()
-
-    def __enter__(self) -> AttachedTables:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def version(self) -> int:
