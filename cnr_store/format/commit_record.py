@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from cnr_store.errors import BadName, CorruptRecord, UnknownFeature
+from cnr_store.errors import BadName, CorruptRecord, ReadOnlyStore, UnknownFeature
 from cnr_store.format.documents import canonical_json, loads, sha256
 from cnr_store.format.layout import check_name
 from cnr_store.format.limits import MAX_RECORD_BYTES
@@ -257,6 +257,11 @@ class Names:
         return Names(tags, channels, pins)
 
 
-def unknown_writer_features(record: CommitRecord) -> list[str]:
-    """Return the writer features that make the store read-only for this library."""
-    return [name for name in record.writer_features if name not in KNOWN_WRITER_FEATURES]
+def check_writer_features(record: CommitRecord, what: str) -> None:
+    """Raise `ReadOnlyStore` if ``what``, whose newest record this is, was written by a newer library."""
+    unknown = [name for name in record.writer_features if name not in KNOWN_WRITER_FEATURES]
+    if unknown:
+        raise ReadOnlyStore(
+            f"{what} uses unknown writer features {unknown}, so it is read-only; use a newer library",
+            version=record.v, found=unknown,
+        )  # fmt: skip

@@ -10,8 +10,8 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 
-from cnr_store.errors import BadName, BranchExists, BranchNotFound, CorruptRecord, CorruptStore, ReadOnlyStore
-from cnr_store.format.commit_record import LogEntry, unknown_writer_features
+from cnr_store.errors import BadName, BranchExists, BranchNotFound, CorruptRecord, CorruptStore
+from cnr_store.format.commit_record import LogEntry, check_writer_features
 from cnr_store.format.layout import branch_prefix, check_name, commit_key
 from cnr_store.format.records import CommitRecord, Pin, Superseded, WriterInfo
 from cnr_store.log.commit_log import CommitLog
@@ -121,7 +121,7 @@ def close_branch(main: CommitLog, branch: str, writer: WriterInfo) -> None:
     pin = head.record.pins.get(branch)
     if pin is None:
         return
-    _check_writable(head.record, "the store's log")
+    check_writer_features(head.record, "the store's log")
     _close_log(_log_to_close(main, Branch(branch, pin)), writer)
     pins = {key: other for key, other in head.record.pins.items() if key != branch}
     try:
@@ -152,23 +152,13 @@ def _close_log(log: CommitLog, writer: WriterInfo) -> None:
         head, torn = log.tail(with_lists=False)
     if head.record.kind == "close":
         return
-    _check_writable(head.record, f"the log below {log.prefix}")
+    check_writer_features(head.record, f"the log below {log.prefix}")
     superseded = Superseded(follows=head.digest, torn=torn) if torn else None
     draft = draft_after(head.record, "close", writer, epoch=head.record.epoch + 1, supersedes=superseded)
     try:
         log.append(head, draft, rebase_fence)
     except BranchNotFound:
         pass  # Another process has closed it meanwhile.
-
-
-def _check_writable(head: CommitRecord, what: str) -> None:
-    unknown = unknown_writer_features(head)
-    if unknown:
-        raise ReadOnlyStore(
-            f"{what} uses unknown writer features {unknown}, so it is read-only; use a newer library",
-            version=head.v,
-            found=unknown,
-        )
 
 
 def _check_first(first: LogEntry, branch: Branch, log: CommitLog) -> None:

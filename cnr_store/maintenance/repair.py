@@ -11,9 +11,9 @@ from typing import Literal
 
 import msgspec
 
-from cnr_store.errors import Conflict, CorruptStore, ReadOnlyStore, VersionNotFound, WrongClock
+from cnr_store.errors import Conflict, CorruptStore, VersionNotFound, WrongClock
 from cnr_store.format import layout
-from cnr_store.format.commit_record import LogEntry, unknown_writer_features
+from cnr_store.format.commit_record import LogEntry, check_writer_features
 from cnr_store.format.documents import canonical_json
 from cnr_store.format.records import CommitRecord, Hint, Superseded, WriterInfo
 from cnr_store.log.author import writer_info
@@ -269,11 +269,7 @@ def return_to(
             version=end.newest,
         )
     last = end.last.record
-    unknown = unknown_writer_features(last)
-    if unknown:
-        raise ReadOnlyStore(
-            f"{store.url} uses unknown writer features {unknown}; repair it with a newer library", found=unknown
-        )
+    check_writer_features(last, store.url)
     draft = draft_after(
         last, "rollback", info or writer_info(),
         target=target.v, chain=target.chain, checkpoint=target.checkpoint, step=target.step, ts_ms=ts_ms,

@@ -8,12 +8,11 @@ from cnr_store.errors import (
     BranchNotFound,
     CnrStoreError,
     MissingObject,
-    ReadOnlyStore,
     VersionExpired,
     VersionNotFound,
 )
 from cnr_store.format import layout
-from cnr_store.format.commit_record import LogEntry, is_live, unknown_writer_features
+from cnr_store.format.commit_record import LogEntry, check_writer_features, is_live
 from cnr_store.format.identity import decode_relay_marker
 from cnr_store.format.limits import MAX_SMALL_BYTES
 from cnr_store.format.records import CommitRecord, Identity
@@ -206,12 +205,7 @@ class StoreInternals:
         self.log.resolve()
         head = self.log.latest()
         self._check_open(head)
-        unknown = unknown_writer_features(head.record)
-        if unknown:
-            raise ReadOnlyStore(
-                f"{self.place} uses unknown writer features {unknown}, so it is read-only; use a newer library",
-                found=unknown,
-            )
+        check_writer_features(head.record, self.place)
         return head
 
     def writable_head(self) -> LogEntry:

@@ -20,13 +20,12 @@ from cnr_store.errors import (
     Conflict,
     CorruptStore,
     MissingObject,
-    ReadOnlyStore,
     StoreExists,
     VersionExpired,
     VersionNotFound,
 )
 from cnr_store.format import layout
-from cnr_store.format.commit_record import LogEntry, decode_record, is_live, unknown_writer_features
+from cnr_store.format.commit_record import LogEntry, check_writer_features, decode_record, is_live
 from cnr_store.format.documents import canonical_json, sha256
 from cnr_store.format.records import ChainEntry, CommitRecord, Identity
 from cnr_store.log.author import writer_info
@@ -209,12 +208,7 @@ class _CopyRun:
     def run(self, begun: LogEntry | None, progress: CopyProgress | None) -> StoreCopyReport:
         """Copy segments, then records, then ``cnr.json``."""
         self._log.check_exclusive()
-        unknown = unknown_writer_features(self._head.record)
-        if unknown:
-            raise ReadOnlyStore(
-                f"{self._source.url} uses unknown writer features {unknown}; copy it with a newer library",
-                found=unknown,
-            )
+        check_writer_features(self._head.record, self._source.url)
         states = distinct_states(self._entries())
         if not states:
             raise VersionNotFound(f"nothing was saved to {self._source.url}, so there is nothing to copy")

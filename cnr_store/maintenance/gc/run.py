@@ -14,8 +14,8 @@ from functools import partial
 
 import msgspec
 
-from cnr_store.errors import BadInput, CommitStateUnknown, Conflict, CorruptStore, ReadOnlyStore
-from cnr_store.format.commit_record import LogEntry, is_live, unknown_writer_features
+from cnr_store.errors import BadInput, CommitStateUnknown, Conflict, CorruptStore
+from cnr_store.format.commit_record import LogEntry, check_writer_features, is_live
 from cnr_store.format.layout import (
     BRANCHES,
     COMMITS,
@@ -61,6 +61,8 @@ MIN_GRACE_S = 3600.0
 
 MIN_ORPHAN_AGE_S = 86_400.0
 """Lowest orphan age without ``force``, in seconds; with a lower one a save in progress may fail."""
+
+_A_LOG = "a log of the store, of which nothing is deleted,"
 
 _PLANS = 50
 """Maximum number of plans of one run, if other writers commit first; the next run does the rest."""
@@ -242,14 +244,14 @@ class _Collection:
     def collect(self) -> GcReport:
         """Expire versions, then delete what is due."""
         main = self._read_log("", "", self._main)
-        _check_writable(main)
+        check_writer_features(main.head, _A_LOG)
         # Before the other logs are read: an expired branch with a damaged log must not block every collection.
         pins, now_ms = main.head.pins, self._clock_ms()
         over = {branch: pin for branch, pin in pins.items() if branches.Branch(branch, pin).is_expired(now_ms)}
         self._end_branches(over, are_closed=False)
         logs = self._read_logs()
         for log in logs:
-            _check_writable(log)
+            check_writer_features(log.head, _A_LOG)
         pins = logs[0].head.pins
         self._end_branches(
             {log.branch: pins[log.branch] for log in logs if log.is_closed and log.branch in pins}, are_closed=True
@@ -529,13 +531,3 @@ def _as_if_expired(logs: Sequence[LogVersions], plan: CollectionPlan) -> list[Lo
         replace(log, side_objects={v: names for v, names in log.side_objects.items() if v in staying[log.branch]})
         for log in logs
     ]
-
-
-def _check_writable(log: LogVersions) -> None:
-    unknown = unknown_writer_features(log.head)
-    if unknown:
-        raise ReadOnlyStore(
-            f"a log of the store uses writer features {unknown} that this library does not know, so nothing is "
-            "deleted; use a newer library",
-            version=log.head.v, found=unknown,
-        )  # fmt: skip
