@@ -258,6 +258,12 @@ def bench_quality(report: Report, options: argparse.Namespace) -> None:
     report.table(f"Quality, mean of {options.seeds} seeds", columns, table, "full restores: 0, the same bits")
 
 
+def add_ratio(report: Report, name: str, sides: list[list[list[float]]], at: int, goal: float | None) -> None:
+    """Report the median of the first side's measure ``at`` over the second side's, round by round."""
+    pairs = [one[at] / other[at] for one, other in zip(*sides, strict=True)]
+    report.add(name, statistics.median(pairs), goal=goal, low=min(pairs), high=max(pairs))
+
+
 def bench_cost(report: Report, options: argparse.Namespace, model: BenchModel) -> None:
     """Time, CPU and bytes of a partial recovery against those of a full restore."""
     table = []
@@ -265,11 +271,7 @@ def bench_cost(report: Report, options: argparse.Namespace, model: BenchModel) -
         with data_folder(options.folder) as folder:
             found = on_ranks(WORLD, "bench_recovery", "recover", str(folder), asdict(model), bits, options.repeats)
         for at, what in enumerate(("time", "CPU", "bytes")):
-            pairs = [part[at] / whole[at] for part, whole in zip(found["partial"], found["full"], strict=True)]
-            report.add(
-                f"{model.name}: {what}, partial / full, {name}", statistics.median(pairs), goal=GOAL, low=min(pairs),
-                high=max(pairs),
-            )  # fmt: skip
+            add_ratio(report, f"{model.name}: {what}, partial / full, {name}", [*found.values()], at, GOAL)
         for way, taken in found.items():
             took, cpu, size = (statistics.median(column) for column in zip(*taken, strict=True))
             table.append((name, way, took, cpu, size / 1e6))
@@ -286,11 +288,8 @@ def bench_peers(report: Report, options: argparse.Namespace, model: BenchModel) 
                 options.repeats,
             )  # fmt: skip
             for at, what in enumerate(("time", "CPU")):
-                pairs = [peer[at] / store[at] for peer, store in zip(found["peer"], found["store"], strict=True)]
-                report.add(
-                    f"{model.name}: {what}, from a peer / from SeaweedFS at 1 Gbit/s, {name}", statistics.median(pairs),
-                    goal=PEER_GOAL if what == "time" else None, low=min(pairs), high=max(pairs),
-                )  # fmt: skip
+                title = f"{model.name}: {what}, from a peer / from SeaweedFS at 1 Gbit/s, {name}"
+                add_ratio(report, title, [*found.values()], at, PEER_GOAL if what == "time" else None)
             for way, taken in found.items():
                 took, cpu, *sizes = (statistics.median(column) for column in zip(*taken, strict=True))
                 table.append((name, way, took, cpu, *(size / 1e6 for size in sizes)))
@@ -307,11 +306,8 @@ def bench_copies(report: Report, options: argparse.Namespace, model: BenchModel)
                 WORLD, "bench_recovery", "save_with_copies", str(folder), asdict(model), bits, 4 * options.repeats
             )  # fmt: skip
         for at, what in enumerate(("stall", "time", "CPU")):
-            pairs = [a[at] / b[at] for a, b in zip(found["copies"], found["none"], strict=True)]
-            report.add(
-                f"{model.name}: {what} of a save, peers get copies / none, {name}", statistics.median(pairs),
-                low=min(pairs), high=max(pairs),
-            )  # fmt: skip
+            title = f"{model.name}: {what} of a save, peers get copies / none, {name}"
+            add_ratio(report, title, [*found.values()], at, None)
         for way, taken in found.items():
             stall, took, cpu = (statistics.median(column) for column in zip(*taken, strict=True))
             table.append((name, way, 1e3 * stall, took, cpu))

@@ -18,7 +18,6 @@ from cnr_store import (
     RetentionPolicy,
     StorageFailure,
     Store,
-    TableOptions,
     collect_garbage,
     verify_store,
 )
@@ -31,10 +30,9 @@ from cnr_store.log.rebase import draft_after, rebase_expire
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.maintenance.compaction.lease import LeasePlace
 from cnr_store.storage import storage_from_filesystem
-from cnr_store.types import Rectangle
 from cnr_store.write.writer import Writer
 from format_spec.reader.compare import compare
-from tests.support.compacted import Training, manifest_in, objects_in
+from tests.support.compacted import Training, manifest_in, objects_in, write_in_halves_and_resize
 from tests.support.documents import document_of
 from tests.support.faulty import Call, Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 from tests.support.snapshot_bytes import bytes_of
@@ -165,20 +163,7 @@ def test_a_branch_is_compacted_in_its_own_log(store: Store, training: Training) 
 @pytest.mark.parametrize("num_rows", [0, 4, 6, 8])
 def test_a_run_that_resizes_a_table_is_sound_compacted(store: Store, num_rows: int) -> None:
     """Regression: the base digest was of another number of rows, and verify reported damage."""
-    values, rows = np.arange(12, dtype=np.float32).reshape(6, 2), np.arange(6)
-    halves = [Rectangle((0, 4), (0, 2)), Rectangle((4, 6), (0, 2))]
-    with store.writer() as writer, writer.begin(step=0) as txn:
-        txn.write_table("t", values, options=TableOptions(scale=1.0))
-    with store.writer(shards={"t": halves}) as writer:
-        writer.restore()
-        with writer.begin(step=1) as txn:
-            for half in halves:
-                at = rows[slice(*half.rows)]
-                txn.write_rows("t", at, values[at] + 1, rectangle=half)
-    with store.writer() as writer:
-        writer.restore()
-        with writer.begin(step=2) as txn:
-            txn.resize_table("t", num_rows)
+    write_in_halves_and_resize(store, num_rows)
     expected = bytes_of(store.snapshot())
 
     assert compact_run(store, run=(1, 3)).kind == "delta"

@@ -143,10 +143,8 @@ def test_a_run_that_is_woken_copies_before_its_interval_is_over(store: Store, fi
     assert told[-1] == (store.latest_version(), store.latest_version())
 
 
-def test_a_new_version_costs_the_source_five_requests_and_its_objects(
-    store: Store, files: IsolatedMemoryFileSystem
-) -> None:
-    watched = FaultyFileSystem(files)
+def behind_by_one(store: Store, watched: FaultyFileSystem, files: IsolatedMemoryFileSystem) -> Relay:
+    """A relay that lacks the newest version of its source, which it reads through ``watched``."""
     save(store, 1)
     relay = Relay(near(watched, FAR), place(files))
     with store.writer() as writer:
@@ -154,6 +152,14 @@ def test_a_new_version_costs_the_source_five_requests_and_its_objects(
         relay.advance()
         with writer.begin(2) as txn:
             txn.write_rows("t", np.arange(3), np.full((3, DIM), 2, np.float32))
+    return relay
+
+
+def test_a_new_version_costs_the_source_five_requests_and_its_objects(
+    store: Store, files: IsolatedMemoryFileSystem
+) -> None:
+    watched = FaultyFileSystem(files)
+    relay = behind_by_one(store, watched, files)
     before = watched.count("read")
 
     report = relay.advance()
@@ -164,13 +170,7 @@ def test_a_new_version_costs_the_source_five_requests_and_its_objects(
 
 def test_a_record_whose_bytes_were_cut_short_is_read_again(store: Store, files: IsolatedMemoryFileSystem) -> None:
     watched = FaultyFileSystem(files)
-    save(store, 1)
-    relay = Relay(near(watched, FAR), place(files))
-    with store.writer() as writer:
-        writer.restore()
-        relay.advance()
-        with writer.begin(2) as txn:
-            txn.write_rows("t", np.arange(3), np.full((3, DIM), 2, np.float32))
+    relay = behind_by_one(store, watched, files)
     bytes_of_record = len(watched.calls) + 2  # after the record, and the look whether one follows it
     watched.arm(Fault(FaultKind.SHORT_READ, bytes_of_record))
 

@@ -18,6 +18,7 @@ from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Rectangle
 from cnr_store.write.schema_changes import Declaration
 from format_spec import vectors
+from tests.support.compacted import write_in_halves_and_resize
 from tests.support.faulty import Call, Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 
 
@@ -479,22 +480,9 @@ def test_a_scale_is_not_refined_beyond_what_the_codes_of_the_chain_allow(store: 
 
 def test_a_table_of_two_parts_is_cut_to_the_size_of_the_first(store: Store) -> None:
     """The save was refused as DoesNotApply, and again after each restore: a part was compared with the whole table."""
-    values, rows = np.arange(12, dtype=np.float32).reshape(6, 2), np.arange(6)
-    halves = [Rectangle((0, 4), (0, 2)), Rectangle((4, 6), (0, 2))]
-    with store.writer() as writer, writer.begin(step=0) as txn:
-        txn.write_table("t", values, options=TableOptions(scale=1.0))
-    with store.writer(shards={"t": halves}) as writer:
-        writer.restore()
-        with writer.begin(step=1) as txn:
-            for half in halves:
-                at = rows[slice(*half.rows)]
-                txn.write_rows("t", at, values[at] + 1, rectangle=half)
-    with store.writer() as writer:
-        writer.restore()
-        with writer.begin(step=2) as txn:
-            txn.resize_table("t", 4)
+    values = write_in_halves_and_resize(store, 4)
 
-    assert np.array_equal(store.snapshot().table("t").read(), values[:4] + 1)
+    assert np.array_equal(store.snapshot().table("t").read(), values[:4])
     assert verify_store(store, deep=True).is_sound
 
 

@@ -12,6 +12,7 @@ from cnr_store import Store, TableOptions
 from cnr_store.format.layout import MANIFEST, RECEIPT, segment_prefix
 from cnr_store.format.manifest import decode_manifest
 from cnr_store.format.records import Manifest
+from cnr_store.types import Rectangle
 from cnr_store.write.writer import Writer
 
 Array = np.ndarray[Any, Any]
@@ -65,6 +66,25 @@ class Training:
             assert snapshot.table(name).read(slot="m").tobytes() == self.slots[name].tobytes()
         assert snapshot.read_dense("bias").tobytes() == self.bias.tobytes()
         assert snapshot.read_document("reader/0") == {"at": self.step}
+
+
+def write_in_halves_and_resize(store: Store, num_rows: int) -> Array:
+    """Save a table of 6 rows, all of them from two parts, and resize it; returns the values before (6, 2)."""
+    values, rows = np.arange(12, dtype=np.float32).reshape(6, 2), np.arange(6)
+    halves = [Rectangle((0, 4), (0, 2)), Rectangle((4, 6), (0, 2))]
+    with store.writer() as writer, writer.begin(step=0) as txn:
+        txn.write_table("t", values, options=TableOptions(scale=1.0))
+    with store.writer(shards={"t": halves}) as writer:
+        writer.restore()
+        with writer.begin(step=1) as txn:
+            for half in halves:
+                at = rows[slice(*half.rows)]
+                txn.write_rows("t", at, values[at] + 1, rectangle=half)
+    with store.writer() as writer:
+        writer.restore()
+        with writer.begin(step=2) as txn:
+            txn.resize_table("t", num_rows)
+    return values + 1
 
 
 def objects_in(store: Store, segment: str) -> dict[str, bytes]:

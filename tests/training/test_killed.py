@@ -140,28 +140,21 @@ def continue_from(url: Path, steps: int) -> tuple[Training, int]:
     return training, restored.step
 
 
-def test_a_training_killed_with_sigkill_goes_on_from_its_last_commit(launcher: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "steps"), [(signal.SIGKILL, -signal.SIGKILL, 3), (signal.SIGTERM, 128 + signal.SIGTERM, 2)]
+)
+def test_a_training_that_a_signal_ended_goes_on_from_its_last_commit(
+    number: signal.Signals, code: int, steps: int, launcher: Launcher, tmp_path: Path
+) -> None:
     with started(launcher, tmp_path) as child:
-        wait_for_commits(tmp_path / "store", 6, child)
-        child.send(signal.SIGKILL)
-        assert child.wait() == -signal.SIGKILL
+        wait_for_commits(tmp_path / "store", 2 * steps, child)
+        child.send(number)
+        assert child.wait() == code
 
-    training, step = continue_from(tmp_path / "store", 3)
+    training, step = continue_from(tmp_path / "store", steps)
 
-    assert step >= 3
-    assert_same(training.state(), uninterrupted("rowwise_adagrad", step + 3))
-
-
-def test_sigterm_saves_the_last_step_and_ends_the_process(launcher: Launcher, tmp_path: Path) -> None:
-    with started(launcher, tmp_path) as child:
-        wait_for_commits(tmp_path / "store", 4, child)
-        child.send(signal.SIGTERM)
-        assert child.wait() == 128 + signal.SIGTERM
-
-    training, step = continue_from(tmp_path / "store", 2)
-
-    assert step >= 2
-    assert_same(training.state(), uninterrupted("rowwise_adagrad", step + 2))
+    assert step >= steps
+    assert_same(training.state(), uninterrupted("rowwise_adagrad", step + steps))
 
 
 def test_sigterm_can_leave_the_end_to_the_loop(tmp_path: Path) -> None:
