@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 from cnr_store import BadInput, CnrStoreError, Store
 from cnr_store.errors import StoreExists
+from cnr_store_tools.demo import processes as demo_processes
 from cnr_store_tools.demo.processes import Event, WorkerProcess
 from cnr_store_tools.output import emit
 from tests.serving.soak import report as figures
@@ -35,8 +37,17 @@ from tests.serving.soak.report import (
 )
 from tests.serving.soak.run import plan_kills, run_soak
 from tests.serving.soak.witness import GARBLED, MAX_STEP, read_steps, witness_row
+from tests.support.forks import forked_interpreters
 
 DIM = 16
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[None]:
+    rooms = (f"tests.serving.soak.{name}" for name in ("saving", "maintaining", "inferring", "learning"))
+    with forked_interpreters(demo_processes, "tests.support.warm_training", *rooms):
+        yield
+
 
 # ---- whole runs
 
@@ -56,6 +67,7 @@ def checked(report: ServeReport) -> ServeReport:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 def test_a_short_demonstration_with_kills_tears_and_loses_nothing(tmp_path: Path) -> None:
     before = children()
 
@@ -67,6 +79,7 @@ def test_a_short_demonstration_with_kills_tears_and_loses_nothing(tmp_path: Path
 
 
 @pytest.mark.soak
+@pytest.mark.usefixtures("forks")
 def test_a_minute_in_which_every_process_is_killed_more_than_once(tmp_path: Path) -> None:
     report = checked(run_soak(ServeOptions(store=str(tmp_path / "store"), seconds=60, kills=12)))
 
@@ -169,6 +182,7 @@ def test_an_event_just_before_the_end_of_a_process_is_not_missed(monkeypatch: py
     assert process.wait_for("finished", 60) == {"step": 3}
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_kill_is_not_counted_as_a_crash(tmp_path: Path) -> None:
     Store.create(str(tmp_path / "store")).close()
     process = maintenance("killed", tmp_path / "store")
@@ -188,6 +202,7 @@ def test_a_kill_is_not_counted_as_a_crash(tmp_path: Path) -> None:
     assert not process.kill()
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_failed_process_reports_its_error(tmp_path: Path) -> None:
     process = maintenance("lost", tmp_path / "nothing")
 

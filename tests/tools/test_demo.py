@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from cnr_store import Store
 from cnr_store.errors import StoreExists
 from cnr_store_tools.commands.demonstration import demo_parts
+from cnr_store_tools.demo import processes
 from cnr_store_tools.demo.kill import KilledSave
 from cnr_store_tools.demo.run import (
     DEMO_TAG,
@@ -22,6 +24,13 @@ from cnr_store_tools.demo.run import (
 )
 from cnr_store_tools.output import emit, to_document
 from format_spec.reader.compare import compare
+from tests.support.forks import forked_interpreters
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[None]:
+    with forked_interpreters(processes, "tests.support.warm_training", "cnr_store_tools.demo.trainer"):
+        yield
 
 
 def checked(options: DemoOptions) -> DemoReport:
@@ -43,6 +52,7 @@ def checked(options: DemoOptions) -> DemoReport:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 def test_quantized_demonstration_on_generated_clicks(tmp_path: Path) -> None:
     report = checked(DemoOptions(store=str(tmp_path / "store"), steps=27))
 
@@ -51,6 +61,7 @@ def test_quantized_demonstration_on_generated_clicks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 def test_exact_demonstration_differs_by_nothing(tmp_path: Path) -> None:
     report = checked(DemoOptions(store=str(tmp_path / "store"), is_exact=True, policy="one_shot", steps=27))
 

@@ -15,7 +15,7 @@ from cnr_store import Store
 from cnr_store_tools.demo.processes import WorkerProcess
 
 MANIFEST = "_segment.json.zst"
-POLL_S = 0.0005
+POLL_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,10 @@ def kill_during_save(store: Store, process: WorkerProcess, *, after_commits: int
             continue
         # Half of the objects of the last save; less after each save that finished first.
         enough = max(1, _count(store, entry.record.chain[-1].seg) >> (1 + commits - after_commits))
-        for segment in set(store.storage.list_folders("data")) - known:
+        begun = set(store.storage.list_folders("data")) - known
+        if not begun:
+            time.sleep(POLL_S)
+        for segment in begun:
             if _is_half_written(store, segment, enough):
                 process.popen.send_signal(signal.SIGSTOP)
                 # Its threads stop one by one: until the last has, an object can still appear.
