@@ -23,6 +23,7 @@ from cnr_store.errors import BadInput, BadShape, VersionExpired
 from cnr_store.format.records import TableSchema
 from cnr_store.read.changed_rows import Window
 from cnr_store.read.snapshot import Snapshot
+from cnr_store.runtime.arguments import checked_count
 from cnr_store.runtime.threads import blocks
 from cnr_store.store import Store
 from cnr_store.types import Raw, RowIds
@@ -90,8 +91,7 @@ def catch_up(
     """
     if not isinstance(store, Store):
         raise BadInput(f"catch_up() takes an open store, found {store!r}; give Store.open(url)", found=str(store))
-    if max_batch_rows < 1:
-        raise BadInput(f"max_batch_rows is {max_batch_rows}; give 1 or more", found=max_batch_rows)
+    checked_count("max_batch_rows", max_batch_rows, least=1)
     for _ in range(_TRIES - 1):
         snapshot = store.snapshot()
         if cursor is None:

@@ -28,6 +28,7 @@ from cnr_store.errors import BadInput, Conflict, StorageFailure
 from cnr_store.format.documents import canonical_json, loads
 from cnr_store.format.layout import encode_name
 from cnr_store.format.limits import MAX_LISTS_BYTES
+from cnr_store.runtime.arguments import checked_count
 from cnr_store.runtime.local_files import (
     failing_at,
     lock_file,
@@ -194,8 +195,7 @@ def _write(
     max_file_bytes: int,
     on_version: Callable[[RecordedVersion], None] | None,
 ) -> RecordingReport:
-    if max_file_bytes < 1:
-        raise BadInput(f"max_file_bytes is {max_file_bytes}; give 1 or more", found=max_file_bytes)
+    checked_count("max_file_bytes", max_file_bytes, least=1)
     with _failing_at(folder):
         if folder.exists() and not folder.is_dir():
             raise BadInput(f"{folder} is a file; changes are written to a folder", path=str(folder))

@@ -83,11 +83,14 @@ class RelaySource:
         """Return the record of a version, or the one that superseded it. One GET."""
         entry = self.log.read_standing(version)
         if entry is None:
-            raise CorruptStore(
-                f"log position {version} of {self.store.url} is empty, but later positions exist; run `cnr verify`",
-                version=version, path=self._key(version),
-            )  # fmt: skip
+            raise self._hole(version)
         return entry
+
+    def _hole(self, version: int) -> CorruptRecord:
+        return CorruptRecord(
+            f"log position {version} of {self.store.url} is empty, but later positions exist; run `cnr verify` there",
+            version=version, path=self._key(version),
+        )  # fmt: skip
 
     def is_gone(self, version: int) -> bool:
         """Return whether the source has deleted a version's data, by its newest record. A few GETs."""
@@ -103,11 +106,7 @@ class RelaySource:
             found = self.workers.run(partial(self._kept_or_read, version) for version in versions)
             for version, data in zip(versions, found, strict=True):
                 if data is None:
-                    raise CorruptRecord(
-                        f"log position {version} of {self.store.url} is empty, but later positions exist; run "
-                        "`cnr verify` there",
-                        version=version, path=self._key(version),
-                    )  # fmt: skip
+                    raise self._hole(version)
                 yield descent.take(data)
 
     def check_history(self, head: LogEntry, target_url: str) -> None:

@@ -146,7 +146,7 @@ def test_an_engine_or_a_number_of_workers_that_is_none_is_refused(store: Store) 
         compact_run(store, engine="fibres")  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="threads, processes, or a pool"):
         compact_run(store, engine=7)  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match="expected 1 or more"):
+    with pytest.raises(BadInput, match="workers must be a whole number of 1 or more"):
         compact_run(store, workers=0)
     with pytest.raises(BadInput, match="bytes_per_s must be a finite number above 0"):
         compact_run(store, bytes_per_s=0)

@@ -21,6 +21,7 @@ from cnr_store.format.records import ChainEntry
 from cnr_store.maintenance.compaction.merge import merge_piece
 from cnr_store.maintenance.compaction.plan import Run
 from cnr_store.maintenance.compaction.tasks import CompactionTask
+from cnr_store.runtime.arguments import checked_count
 from cnr_store.runtime.threads import Throttle, Workers, default_threads
 from cnr_store.segment.reader import SegmentReader, open_chain
 from cnr_store.segment.writer import SegmentWriter
@@ -139,8 +140,8 @@ def check_engine(engine: Engine, storage: Storage, workers: int | None) -> None:
             f"engine is {engine!r}, expected one of {', '.join(ENGINES)}, or a pool of workers", expected=ENGINES,
             found=engine,
         )  # fmt: skip
-    if workers is not None and workers < 1:
-        raise BadInput(f"workers is {workers}, expected 1 or more", expected=1, found=workers)
+    if workers is not None:
+        checked_count("workers", workers, least=1)
     if engine != "threads" and storage.recipe is None:
         raise BadInput(
             f"only this process can open {storage.url} (it is in memory, or on a given file system object), "

@@ -52,7 +52,7 @@ from cnr_store.maintenance.gc.plan import (
     unexplained,
 )
 from cnr_store.maintenance.gc.report import GcReport, Outcome, ProgressCallback, SegmentReport, VersionReport
-from cnr_store.runtime.arguments import checked_number
+from cnr_store.runtime.arguments import checked_count, checked_number
 from cnr_store.storage import ObjectStat
 from cnr_store.store import Store
 
@@ -177,8 +177,7 @@ def check_arguments(grace_s: float, orphan_age_s: float, batch: int = 1, *, forc
                 "or force=True",
                 expected=least, found=value,
             )  # fmt: skip
-    if batch < 1:
-        raise BadInput(f"batch is {batch}, expected 1 or more", found=batch)
+    checked_count("batch", batch, least=1)
 
 
 class _Overtaken(Exception):

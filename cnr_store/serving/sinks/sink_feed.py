@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cnr_store.errors import BadInput, CnrStoreError, Fenced, StorageFailure, TableNotFound
+from cnr_store.errors import CnrStoreError, Fenced, StorageFailure, TableNotFound
+from cnr_store.runtime.arguments import checked_count, checked_number
 from cnr_store.runtime.repeating import Repeating, pause_s
 from cnr_store.serving.sinks.protocol import Published, RowSink, SinkSource, SinkState, SinkTable, SourceRows
 from cnr_store.types import RowIds
@@ -128,16 +129,12 @@ class SinkFeed:
         most_waiting_keys: int = MOST_WAITING_KEYS,
         check_interval_s: float = CHECK_INTERVAL_S,
     ) -> None:
-        if chunk_rows < 1 or most_rows_at_once < 1:
-            raise BadInput(f"rows at a time are at least 1, found {chunk_rows} and {most_rows_at_once}")
-        if not check_interval_s > 0:
-            raise BadInput(f"check_interval_s is above 0, found {check_interval_s}", found=check_interval_s)
         self.sink = sink
         self._source = source
-        self._chunk_rows = chunk_rows
-        self._most_rows_at_once = most_rows_at_once
+        self._chunk_rows = checked_count("chunk_rows", chunk_rows, least=1)
+        self._most_rows_at_once = checked_count("most_rows_at_once", most_rows_at_once, least=1)
         self._most_waiting_keys = most_waiting_keys
-        self._check_interval_s = check_interval_s
+        self._check_interval_s = checked_number("check_interval_s", check_interval_s, above=0)
         self._pushing = threading.Lock()  # one batch at a time
         self._changed = threading.Condition()  # guards what follows; notified by notices and by stop
         self._published: Published | None = None
