@@ -31,6 +31,8 @@ _LOWEST = (256, 16, 5, 3)
 
 _RECIPROCAL_BITS = 32
 
+_PER_BYTE = (0, 0, *(max(n for n in range(1, 9) if base**n <= LARGEST_BASE) for base in range(2, LARGEST_BASE + 1)))
+
 
 def per_byte(base: int) -> int:
     """Return how many digits of ``base`` a byte holds.
@@ -38,15 +40,12 @@ def per_byte(base: int) -> int:
     >>> [per_byte(base) for base in (256, 16, 5, 3, 2)]
     [1, 2, 3, 5, 8]
     """
-    count = 1
-    while base ** (count + 1) <= LARGEST_BASE:
-        count += 1
-    return count
+    return _PER_BYTE[base]
 
 
 def plane_bytes(bases: Sequence[int], count: int) -> tuple[int, ...]:
     """Return the size in bytes of each digit's plane, for ``count`` values."""
-    return tuple(-(-count // per_byte(base)) for base in bases)
+    return tuple([-(-count // _PER_BYTE[base]) for base in bases])
 
 
 def reach(bases: Sequence[int]) -> tuple[int, int]:
@@ -70,7 +69,7 @@ def choices(low: int, high: int, dtype: np.dtype[Any]) -> list[Bases]:
         return [()]
     found: list[Bases] = []
     for lowest in _LOWEST if dtype.itemsize <= 2 else (256, 16):
-        bases = next(upper for upper in _uppers(lowest) if _holds(upper, low, high, dtype))
+        bases = _shortest(lowest, low, high, dtype)
         if len(bases) <= MOST_DIGITS and sum(plane_bytes(bases, 240)) <= 240 * dtype.itemsize:
             found.append(bases)
     return found
@@ -84,9 +83,16 @@ def _uppers(lowest: int) -> list[Bases]:
     return ladder
 
 
-def _holds(bases: Bases, low: int, high: int, dtype: np.dtype[Any]) -> bool:
-    least, most = reach(bases)
-    return (least <= low and high <= most) or math.prod(bases) >= 1 << 8 * dtype.itemsize
+_LADDERS = {lowest: [(bases, *reach(bases), math.prod(bases)) for bases in _uppers(lowest)] for lowest in _LOWEST}
+"""By lowest base: `_uppers`, the `reach` of each, and how many values its digits have."""
+
+
+def _shortest(lowest: int, low: int, high: int, dtype: np.dtype[Any]) -> Bases:
+    """Return the first bases of a ladder that hold such values, or all of the dtype."""
+    for bases, least, most, count in _LADDERS[lowest]:
+        if (least <= low and high <= most) or count >= 1 << 8 * dtype.itemsize:
+            return bases
+    raise AssertionError("unreachable: the last ones hold every integer")
 
 
 def pack(values: Integers, bases: Bases, out: Bytes) -> int:

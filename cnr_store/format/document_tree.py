@@ -147,6 +147,9 @@ class _Encoder:
         kind, size = type(value), _NODE_BYTES
         if kind is str and value.isascii():
             size += len(value)
+        elif kind is float:
+            if not -math.inf < value < math.inf:
+                return False
         elif not (value is None or kind is bool or (kind is int and -_MAX_JSON_INT <= value <= _MAX_JSON_INT)):
             return False
         if self._bytes + size > self._max_bytes:
@@ -176,21 +179,21 @@ class _Encoder:
         ]
 
     def _dict(self, value: dict[Any, Any], path: str, depth: int) -> dict[str, Any]:
-        keys = list(value)
-        is_plain = all(type(key) is str and not key.startswith("$") for key in keys)
-        # Canonical JSON sorts keys, so only a dict with sorted keys can be a JSON object.
-        if is_plain and keys == sorted(keys):
-            is_deep = depth >= self._max_depth
+        is_deep = depth >= self._max_depth
+        if _is_object([*value]):
+            self._str("".join(value), path)
             return {
-                self._str(key, path): (
-                    item if not is_deep and self._is_own_form(item) else self.encode(item, f"{path}.{key}", depth + 1)
-                )
+                key: item if not is_deep and self._is_own_form(item) else self.encode(item, f"{path}.{key}", depth + 1)
                 for key, item in value.items()
             }
         pairs = []
         for key, item in value.items():
-            where = f"{path}[{key!r:.80}]"
-            pairs.append([self.encode(key, f"key {where}", depth + 1), self.encode(item, where, depth + 1)])
+            pair = [key, item]
+            if is_deep or not self._is_own_form(key):
+                pair[0] = self.encode(key, f"key {path}[{key!r:.80}]", depth + 1)
+            if is_deep or not self._is_own_form(item):
+                pair[1] = self.encode(item, f"{path}[{key!r:.80}]", depth + 1)
+            pairs.append(pair)
         return {"$dict": pairs}
 
     def _array(self, array: npt.NDArray[Any], path: str) -> dict[str, Any]:
@@ -215,6 +218,13 @@ class _Encoder:
                 path=path,
                 expected=self._max_bytes,
             )
+
+
+def _is_object(keys: list[Any]) -> bool:
+    """Whether a dict can be a JSON object, which canonical JSON sorts: its keys are text, in order, and no tags."""
+    if not {*map(type, keys)} <= {str} or keys != sorted(keys):
+        return False
+    return "$" not in "".join(keys) or not any(key.startswith("$") for key in keys)
 
 
 class _Decoder:

@@ -12,7 +12,7 @@ decompressed.
 from __future__ import annotations
 
 import hashlib
-import math
+import json
 import re
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -66,7 +66,7 @@ def canonical_json(document: Any) -> bytes:
     """
     data = msgspec.json.encode(document, order="sorted")
     if b"null" in data:  # which a number that is not finite becomes
-        _refuse_non_finite(msgspec.to_builtins(document))
+        json.dumps(msgspec.to_builtins(document), allow_nan=False)
     return data
 
 
@@ -101,18 +101,6 @@ def decode_document(data: bytes, kind: type[DocumentType], where: str) -> Docume
         return loads(data, _DECODERS[kind])  # type: ignore[no-any-return]  # the table is typed by its keys
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CorruptStore(f"{where} cannot be parsed: {error}; run `cnr verify`", path=where) from error
-
-
-def _refuse_non_finite(value: Any) -> None:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{value} cannot be stored in a JSON document")
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    for item in inside:
-        if type(item) not in _NOT_FLOATS:  # most items: skip the call
-            _refuse_non_finite(item)
-
-
-_NOT_FLOATS = frozenset({str, int, bool, type(None)})
 
 
 _BLOCK_BYTES = 1 << 20

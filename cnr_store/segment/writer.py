@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from cnr_store.errors import BadInput, CorruptStore, StorageFailure
 from cnr_store.format import arrays, layout
-from cnr_store.format.documents import compressed, nests_deeper, pack, sha256, text_of
+from cnr_store.format.documents import compressed, nesting_of, pack, sha256, text_of
 from cnr_store.format.layout import array_path
 from cnr_store.format.limits import MAX_MANIFEST_BYTES, MAX_OWN_DOCUMENT_BYTES, MAX_USER_NESTING
 from cnr_store.format.manifest import as_read
@@ -226,7 +226,7 @@ class SegmentWriter:
         if name in self._documents or name in self._small:
             raise CorruptStore(f"segment {self.name}: document {name!r} would be written twice", path=name)
         text = text_of(document)
-        is_small = len(text) <= MAX_OWN_DOCUMENT_BYTES and not nests_deeper(document, MAX_USER_NESTING)
+        is_small = len(text) <= MAX_OWN_DOCUMENT_BYTES and nesting_of(text, MAX_USER_NESTING) <= MAX_USER_NESTING
         data = text if is_small else compressed(text)
         if before is not None and _is_same_document(before, data):
             self.keep_document(name)

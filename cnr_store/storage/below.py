@@ -6,7 +6,6 @@ opened relative to the folder before it, and refused if it is a link.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import stat
@@ -54,8 +53,10 @@ def make_below(folder: int, path: str) -> int:
             try:
                 fd = open_one(above, part, FOLDER)
             except FileNotFoundError:
-                with contextlib.suppress(FileExistsError):  # another thread was faster
+                try:
                     os.mkdir(part, dir_fd=above)
+                except FileExistsError:
+                    pass  # another thread was faster
                 fd = open_one(above, part, FOLDER)
         finally:
             os.close(above)

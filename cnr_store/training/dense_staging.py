@@ -148,6 +148,19 @@ class StagedDense:
         self._changed |= {name for name, (live, version) in self._live.items() if live._version != version}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _DenseCopy:
+    """Memory for the copy of a tensor, as a tensor and as an array; its logical dtype.
+
+    ``is_plain``: whether it may take other values. Else it is made anew for each copy.
+    """
+
+    tensor: torch.Tensor
+    array: Array
+    dtype: str
+    is_plain: bool
+
+
 class DenseStaging:
     """Stages the dense tensors of one training. One save at a time may use it: the memory of copies is kept.
 
@@ -161,7 +174,7 @@ class DenseStaging:
 
     def __init__(self, *, is_lazy: bool) -> None:
         self.is_lazy = is_lazy
-        self._kept: dict[str, torch.Tensor] = {}
+        self._kept: dict[str, _DenseCopy] = {}
         self._steady: set[str] = set()
         self._changing: set[str] = set()
         self._open: StagedDense | None = None
@@ -194,17 +207,17 @@ class DenseStaging:
             Nothing was copied.
         """
         self.settle()
-        dtypes = {name: dense_dtype_name(tensor, name) for name, tensor in live.items()}
         for name, tensor in live.items():
             check_held(tensor, name)
         self._kept = {name: self._memory_for(name, tensor) for name, tensor in live.items()}
-        candidates = {name for name in steady if self.is_lazy and can_be_lazy(live[name])} - self._changing
-        staged = StagedDense({name: as_array(kept) for name, kept in self._kept.items()}, dtypes, step)
+        candidates = {name for name in steady if can_be_lazy(live[name])} - self._changing if self.is_lazy else set()
+        arrays = {name: kept.array for name, kept in self._kept.items()}
+        staged = StagedDense(arrays, {name: kept.dtype for name, kept in self._kept.items()}, step)
         for name, tensor in live.items():
             if name in candidates and name in self._steady:
                 staged.add(name, tensor.detach())
-            elif _is_plain(tensor):
-                self._kept[name].copy_(tensor.detach())
+            elif self._kept[name].is_plain:
+                self._kept[name].tensor.copy_(tensor.detach())
         self._on_trial = {name: live[name] for name in candidates - self._steady}
         self._open = staged
         return staged
@@ -221,7 +234,7 @@ class DenseStaging:
         trial, self._on_trial = self._on_trial, {}
         if is_step:
             started = time.perf_counter()
-            same = {name for name, live in trial.items() if _is_same(live, self._kept[name])}
+            same = {name for name, live in trial.items() if _is_same(live, self._kept[name].tensor)}
             self._steady |= same
             self._reject(trial.keys() - same)
             staged.waited_s += time.perf_counter() - started
@@ -232,11 +245,15 @@ class DenseStaging:
         self._changing |= set(names)
         self._steady -= set(names)
 
-    def _memory_for(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        held = self._kept.get(name)
-        if held is not None and _is_plain(tensor) and (held.shape, held.dtype) == (tensor.shape, tensor.dtype):
-            return held
-        return torch.empty(tensor.shape, dtype=tensor.dtype) if _is_plain(tensor) else host_copy(tensor)
+    def _memory_for(self, name: str, tensor: torch.Tensor) -> _DenseCopy:
+        kept, is_plain = self._kept.get(name), _is_plain(tensor)
+        if kept is not None and is_plain:
+            held = kept.tensor
+            if held.dtype is tensor.dtype and held.shape == tensor.shape:
+                return kept
+        dtype = dense_dtype_name(tensor, name)
+        memory = torch.empty(tensor.shape, dtype=tensor.dtype) if is_plain else host_copy(tensor)
+        return _DenseCopy(memory, as_array(memory), dtype, is_plain)
 
     def close(self) -> None:
         """Remove the hook and give the memory back; the last save is over."""

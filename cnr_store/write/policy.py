@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal, get_args
 
 from cnr_store.errors import BadInput
@@ -64,7 +65,7 @@ def decide(
     """
     if policy not in get_args(Policy):
         raise BadInput(f"policy {policy!r} is unknown; choose one of {', '.join(get_args(Policy))}", found=policy)
-    if any(size.size_bytes < 0 for size in history):
+    if min(map(attrgetter("size_bytes"), history), default=0) < 0:
         raise BadInput("a checkpoint in the history has a negative size")
     if policy == "baseline":
         return _baseline("the policy writes baselines only")
