@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -214,17 +215,16 @@ _TEXTS = msgspec.json.Decoder(_SchemaTexts)
 _SCHEMA = msgspec.json.Decoder(TableSchema)
 
 
+@lru_cache(maxsize=1 << 14)
+def _schema_of(text: bytes) -> TableSchema:
+    return _SCHEMA.decode(text)
+
+
 def _document_of(text: bytes, where: str) -> SegmentDocument:
-    """Parse a manifest. Tables with equal schemas share one object, which is parsed and checked once."""
-    schemas: dict[bytes, TableSchema] = {}
-    tables: dict[str, TableSchema] = {}
+    """Parse a manifest. Tables with equal schemas share one object, of other manifests too, which is parsed once."""
     try:
         document = loads(text, _TEXTS)
-        for name, raw in document.tables.items():
-            own = bytes(raw)
-            if own not in schemas:
-                schemas[own] = _SCHEMA.decode(own)
-            tables[name] = schemas[own]
+        tables = {name: _schema_of(bytes(raw)) for name, raw in document.tables.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return decode_document(text, SegmentDocument, where)  # which says where in the document it is wrong
     return msgspec.structs.replace(document, tables=tables)

@@ -6,7 +6,6 @@ move and slots are never freed, so a search during an insertion finds every key 
 
 from __future__ import annotations
 
-import math
 from typing import Any, Protocol
 
 import numpy as np
@@ -63,7 +62,7 @@ def _home(key: Any, mask: Any) -> Any:
 
 
 @njit(nogil=True)
-def _insert(slots: Slots, keys: Keys, positions: npt.NDArray[np.int64]) -> tuple[int, int]:
+def insert_keys(slots: Slots, keys: Keys, positions: npt.NDArray[np.int64]) -> tuple[int, int]:
     """Insert until a key is there already; return (its index or -1, slots that were never used before)."""
     mask = len(slots) - 1
     fresh = 0
@@ -179,7 +178,7 @@ class KeyIndex:
         """
         if len(keys) > self.room:
             raise ValueError(f"an index with room for {self.room} keys was given {len(keys)}")
-        stopped, fresh = _insert(self.slots, keys, positions)
+        stopped, fresh = insert_keys(self.slots, keys, positions)
         self.used += int(fresh)
         self.count += len(keys) if stopped < 0 else int(stopped)
         return int(stopped)
@@ -211,5 +210,5 @@ class KeyIndex:
 
 def slots_for(capacity: int) -> int:
     """Return how many slots an index with room for ``capacity`` keys has: a power of two. Pure."""
-    wanted = max(_LEAST_SLOTS, math.ceil((capacity + 1) * _SLOTS_PER_KEY))
+    wanted = max(_LEAST_SLOTS, (3 * capacity + 4) // 2)  # `_SLOTS_PER_KEY` for each, and one more
     return 1 << (wanted - 1).bit_length()

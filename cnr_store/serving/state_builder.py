@@ -62,6 +62,8 @@ class StateBuilder:
         self._options = options
         self._names = None if options.dense is None else frozenset(options.dense)
         self._memory = memory
+        choices = (options.served, options.kept_as, options.shard)
+        self._same_for_all = None if any(isinstance(one, Mapping) for one in choices) else self._served_as("")
 
     def open(self, entry: LogEntry, last: VersionState | None) -> Snapshot:
         """Return the snapshot of a version; opens the segments that ``last`` does not have.
@@ -114,6 +116,9 @@ class StateBuilder:
         del schema
         if self._tables is not None and table not in self._tables:
             return None
+        return self._same_for_all or self._served_as(table)
+
+    def _served_as(self, table: str) -> ServeAs:
         served, kept_as, shard = self._options.served, self._options.kept_as, self._options.shard
         return ServeAs(
             served.get(table) if isinstance(served, Mapping) else served,

@@ -22,7 +22,7 @@ import pytest
 from cnr_store.encodings import affine_kernels, kernels, packing, row_kernels
 from cnr_store.runtime import jit, key_index
 from cnr_store.serving.rows import board, fused_kernels, gather, joined_lookups, rounding
-from cnr_store.serving.update import adding
+from cnr_store.serving.update import adding, joined_deltas
 
 SOURCE = """
 def plus_one(x, out):
@@ -31,8 +31,8 @@ def plus_one(x, out):
 """
 NAME = "a_kernel_of_these_tests"
 MODULES = (
-    adding, affine_kernels, board, fused_kernels, gather, joined_lookups, kernels, key_index, packing, rounding,
-    row_kernels,
+    adding, affine_kernels, board, fused_kernels, gather, joined_deltas, joined_lookups, kernels, key_index, packing,
+    rounding, row_kernels,
 )  # fmt: skip
 
 Compile = Callable[[Callable[..., Any]], Any]

@@ -331,7 +331,7 @@ def test_the_board_says_what_was_put_on_it() -> None:
     [
         (boards._store, (np.zeros(64, np.int64), 1, 2), "seq_cst", 2),
         (boards._load, (np.zeros(64, np.int64), 1), "seq_cst", 2),
-        (key_index._insert, (np.zeros((8, 2), np.int64), np.arange(2), np.arange(2)), "release", 1),
+        (key_index.insert_keys, (np.zeros((8, 2), np.int64), np.arange(2), np.arange(2)), "release", 1),
         (key_index.find_keys, (np.zeros((8, 2), np.int64), np.arange(2), np.arange(2)), "acquire", 2),
     ],
 )

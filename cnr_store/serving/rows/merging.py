@@ -20,6 +20,7 @@ GROWTH = 2
 """A table found by key that has no room left for new keys is copied to one with so many times its rows."""
 
 COPY_ROWS = 65_536
+_NONE = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,9 +55,9 @@ def merge_target(base: BaseTable, overlay: Overlay, memory: Memory) -> MergeTarg
     """
     if overlay.status.any() and (base.index is None or (overlay.status > ABSENT).any()):
         base = base.with_status(memory)
-    none = np.empty(0, np.int64)
     if base.index is None:
-        return MergeTarget(replace(base, schema=overlay.schema), overlay.ids - base.start, none, none)
+        base = base if base.schema is overlay.schema else replace(base, schema=overlay.schema)
+        return MergeTarget(base, overlay.ids - base.start if base.start else overlay.ids, _NONE, _NONE)
     positions = base.index.find(overlay.ids)
     is_absent = overlay.status == ABSENT
     new = np.flatnonzero((positions == MISSING) & ~is_absent)
@@ -86,7 +87,7 @@ def merge_into(target: MergeTarget, overlay: Overlay) -> None:
     """Write the rows of an overlay where they go. Releases the GIL; takes no memory that could lack."""
     base, positions = target.base, target.positions
     gather.scatter(gather.as_words(base.rows), positions, gather.as_words(overlay.rows))
-    if base.index is None:
+    if base.index is None and base.status is not None:
         absent = positions[overlay.status == ABSENT]
         if len(absent):
             base.rows[absent] = base.kind.absent_row

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -394,14 +394,11 @@ class Publisher:
         self._blocks = live
 
 
-def _arrays_of(view: View) -> list[Array]:
-    arrays = [array for table in view.tables.values() for array in _arrays_of_table(table)]
-    return [*arrays, *view.dense.values()]
-
-
-def _arrays_of_table(table: ServedTable) -> list[Array]:
-    arrays = [*_arrays_of_change(table.base), *_arrays_of_change(table.overlay)]
-    return [*arrays, table.exact_rows.rows, *table.exact_rows.values.values()]
+def _arrays_of(view: View) -> Iterator[Array]:
+    for table in view.tables.values():
+        yield from (*_arrays_of_change(table.base), *_arrays_of_change(table.overlay))
+        yield from (table.exact_rows.rows, *table.exact_rows.values.values())
+    yield from view.dense.values()
 
 
 def _arrays_of_change(change: TableChange) -> list[Array]:
@@ -417,8 +414,9 @@ def _arrays_of_change(change: TableChange) -> list[Array]:
 
 def _arrays_of_changes(
     changes: Mapping[str, TableChange], dense: Mapping[str, Array] | None, exact_rows: Mapping[str, ExactRows]
-) -> list[Array]:
-    arrays = [array for change in changes.values() for array in _arrays_of_change(change)]
+) -> Iterator[Array]:
+    for change in changes.values():
+        yield from _arrays_of_change(change)
     for rows in exact_rows.values():
-        arrays += [rows.rows, *rows.values.values()]
-    return [*arrays, *(dense or {}).values()]
+        yield from (rows.rows, *rows.values.values())
+    yield from (dense or {}).values()

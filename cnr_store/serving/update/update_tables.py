@@ -38,6 +38,7 @@ from cnr_store.serving.update.comparing import (
     vanished_rows,
 )
 from cnr_store.serving.update.content import CodesTooWide, check_exact_rows, exact_rows_after
+from cnr_store.serving.update.joined_deltas import JoinedDelta, apply_together
 from cnr_store.serving.update.loading import load_table
 from cnr_store.serving.update.reshaping import reshaped
 from cnr_store.serving.update.update_plan import (
@@ -148,14 +149,23 @@ def update_tables(
         updater = _Updater(snapshot, plan, recorded or {}, memory)
         result = TableUpdates()
         rows = bytes_read = 0
-        for name in sorted({*tables, *snapshot.tables}):
-            schema = snapshot.tables.get(name)
-            options = None if schema is None else serve_as(name, schema)
-            if schema is None or options is None:
-                if name in tables:
-                    result.changes[name] = None
+        schemas, manifests = snapshot.tables, snapshot.manifests
+        wanted = {name: how for name, schema in schemas.items() if (how := serve_as(name, schema)) is not None}
+        together = updater.together(wanted, tables)
+        for name in sorted({*tables, *wanted}):
+            options = wanted.get(name)
+            if options is None:
+                result.changes[name] = None
                 continue
-            result.recorded[name] = whole_digest(snapshot.manifests[-1], name)
+            result.recorded[name] = whole_digest(manifests[-1], name)
+            if name in together:
+                overlay, size = together[name]
+                bytes_read += size
+                if overlay is not None:
+                    result.changes[name] = overlay
+                    rows += len(overlay)
+                continue
+            schema = schemas[name]
             found = updater.update(name, schema, options, tables.get(name))
             bytes_read += updater.bytes
             if found is None:
@@ -213,6 +223,25 @@ class _Updater:
             except (CodesTooWide, _GoneSegment):
                 pass
         return self._compare(served, schema, kind)
+
+    def together(self, wanted: Mapping[str, ServeAs], tables: Mapping[str, ServedTable]) -> dict[str, JoinedDelta]:
+        """Return the changes of the tables to which a segment can be applied together."""
+        plan = self._plan
+        if plan is None or self._is_reread or len(plan.new) != 1:
+            return {}
+        [reader] = plan.new
+        schemas, there = self._snapshot.tables, reader.manifest.tables
+        chosen = {
+            name: (served, self._recorded.get(name))
+            for name, options in wanted.items()
+            if (served := tables.get(name)) is not None
+            and _is_same(served.schema, schemas[name])
+            and _is_same(schemas[name], there.get(name))
+            and served.kind == row_kind(schemas[name], options.served, options.kept_as)
+            and served.base.shard == options.shard
+        }
+        with self._memory.attempt():
+            return apply_together(reader, chosen, self._workers, self._memory)
 
     def _opened(self, plan: UpdatePlan) -> OpenedPlan | None:
         """The segments of the plan; None if all rows are to be compared, also because a segment was deleted."""
@@ -446,6 +475,10 @@ def _is_served_otherwise(served: ServedTable, schema: TableSchema, kind: RowKind
     return (base.shard, base.is_keyed, before.kept_as, before.served) != (
         shard, is_keyed(shard, schema), kind.kept_as, kind.served,
     )  # fmt: skip
+
+
+def _is_same(a: TableSchema, b: TableSchema | None) -> bool:
+    return a is b or a == b
 
 
 def _with_schema(served: ServedTable, schema: TableSchema) -> ServedTable:
