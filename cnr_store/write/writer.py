@@ -11,6 +11,8 @@ from itertools import repeat
 from operator import attrgetter, eq
 from typing import Any, Literal
 
+import numpy as np
+
 from cnr_store.errors import BadInput, CommitStateUnknown, DoesNotApply, SaveInProgress, VersionExpired
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.manifest import recorded_digest
@@ -18,7 +20,6 @@ from cnr_store.read.plan import compare_digest, expected_digest
 from cnr_store.read.replay import named_rows
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.read.table_reader import replay_keyed
-from cnr_store.runtime.arguments import checked_count
 from cnr_store.runtime.closing import Closing
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.segment.codes import Array, array_specs
@@ -310,7 +311,7 @@ class Writer(Closing):
         """What this rank wants to begin, if it can."""
         state = self._state
         self._refuse_unsettled()
-        step = checked_count("a training step", step)
+        step = _checked_step(step)
         if state.open is not None:
             raise SaveInProgress("a transaction of this writer is still open; commit or abort it before the next")
         state.open_snapshot()
@@ -378,6 +379,12 @@ def _newest_cuts(snapshot: Snapshot) -> dict[str, set[tuple[int, int]]]:
         if len(found) >= len(snapshot.tables):
             break
     return found
+
+
+def _checked_step(step: Any) -> int:
+    if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
+        raise BadInput(f"a training step is an integer of 0 or more, found {step!r}", found=step)
+    return int(step)
 
 
 @dataclass(frozen=True, slots=True)
