@@ -18,8 +18,8 @@ def unpack(data, count, dtype):  # [4.2] CNR-SEG-6: planes of digits, the top on
         per_byte = int(math.log(256, base) + 1e-9)
         stop = start + -(-count // per_byte)
         need(stop <= len(chunk) - 8, "corrupt_object", "digits that have no room")
-        digits = chunk[start:stop] // base ** np.arange(per_byte)[:, None] % base
-        values = values * dtype.type(base) + (digits.reshape(-1)[:count] - base // 2).astype(dtype)
+        digits = np.arange(256) // base ** np.arange(per_byte)[:, None] % base - base // 2  # of each byte
+        values = values * dtype.type(base) + digits.astype(dtype)[:, chunk[start:stop]].reshape(-1)[:count]
         start = stop
     return values
 
