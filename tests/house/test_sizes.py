@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from tests.support.rooms import GPU, LIBRARY, TOOLS, sources
@@ -22,13 +24,29 @@ def files() -> list[Path]:
     return [file for folder in (LIBRARY, GPU, TOOLS) for file in sources(folder)]
 
 
-def classes() -> list[tuple[Path, ast.ClassDef]]:
-    return [
-        (file, node)
+@dataclass(frozen=True, slots=True)
+class Class:
+    """A class of the library, the GPU package or the command, and the parameters of its own constructor."""
+
+    file: str
+    name: str
+    lines: int
+    parameters: int
+
+
+@cache
+def classes() -> tuple[Class, ...]:
+    return tuple(
+        Class(file.name, node.name, (node.end_lineno or 0) - node.lineno + 1, parameters_of_constructor(node))
         for file in files()
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.ClassDef)
-    ]
+    )
+
+
+def parameters_of_constructor(node: ast.ClassDef) -> int:
+    methods = (method for method in node.body if isinstance(method, ast.FunctionDef) and method.name == "__init__")
+    return max((parameters_of(method) for method in methods), default=0)
 
 
 def parameters_of(function: ast.FunctionDef) -> int:
@@ -40,7 +58,7 @@ def test_files_and_classes_can_be_read_in_one_sitting() -> None:
     long = {
         file.name for file in [*files(), *sources(TESTS)] if len(file.read_text().splitlines()) > MOST_LINES_OF_A_FILE
     }
-    long |= {node.name for _, node in classes() if (node.end_lineno or 0) - node.lineno + 1 > MOST_LINES_OF_A_CLASS}
+    long |= {one.name for one in classes() if one.lines > MOST_LINES_OF_A_CLASS}
 
     assert long == set()
 
@@ -61,20 +79,14 @@ def test_names_of_tests_are_one_short_sentence() -> None:
 
 
 def test_constructors_take_few_parameters() -> None:
-    many = [
-        node.name
-        for _, node in classes()
-        for method in node.body
-        if isinstance(method, ast.FunctionDef) and method.name == "__init__"
-        if parameters_of(method) > MOST_PARAMETERS
-    ]
+    many = [one.name for one in classes() if one.parameters > MOST_PARAMETERS]
 
     assert many == []
 
 
 def test_a_class_name_has_one_meaning() -> None:
     found = defaultdict(list)
-    for file, node in classes():
-        found[node.name.lstrip("_")].append(file.name)
+    for one in classes():
+        found[one.name.lstrip("_")].append(one.file)
 
     assert {name: places for name, places in found.items() if len(places) > 1} == {}

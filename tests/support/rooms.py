@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -72,9 +73,9 @@ def sources(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.py"))
 
 
-def imports_under(folder: Path) -> Iterator[Import]:
-    for file in sources(folder):
-        yield from imports_in(file.read_text(), file)
+@cache
+def imports_under(folder: Path) -> tuple[Import, ...]:
+    return tuple(found for file in sources(folder) for found in imports_in(file.read_text(), file))
 
 
 def room_of(file: Path) -> str:
