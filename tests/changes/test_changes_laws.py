@@ -174,7 +174,7 @@ def windows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("windows")
 def test_consumers_have_what_the_snapshots_have() -> None:
-    run(examples=8, steps=24, machine=FollowedStoreMachine)
+    run(examples=6, steps=24, machine=FollowedStoreMachine)
 
 
 @pytest.mark.soak

@@ -48,7 +48,7 @@ from tests.support.life import (
 from tests.support.schedule import run_schedule
 
 LIVES = (trainer, compactor, collector, tagger, mover, reader)
-BLOCKS, BLOCK = 4, 250
+BLOCKS, BLOCK = 3, 250
 SOAK = int(os.environ.get("CNR_SOAK_SCHEDULES", "100000"))
 MOST_SEEDS = 1000
 """Within how many schedules a rule that is switched off must be missed."""
