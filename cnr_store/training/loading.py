@@ -96,10 +96,10 @@ class Planned:
     dynamic: DynamicTables = field(default_factory=lambda: DynamicTables({}))
 
 
-def choose_start(store: Store, version: int | None, step: int | None, tag: str | None) -> dict[str, Any]:
-    """Return the ``version`` to restore, by at most one of the three, and the ``newest`` version, as plain JSON.
+def choose_start(store: Store, version: int | None, step: int | None, tag: str | None) -> tuple[Snapshot, int]:
+    """Return what to restore, by at most one of the three, and the newest version.
 
-    ``is_empty``: nothing was saved yet. A few GETs.
+    The snapshot is empty if nothing was saved yet. A few GETs.
 
     Raises
     ------
@@ -112,12 +112,11 @@ def choose_start(store: Store, version: int | None, step: int | None, tag: str |
         snapshot = store.snapshot(version, step=step, tag=tag)
         if snapshot.is_empty and step is None:
             raise VersionNotFound(f"version {snapshot.version} holds no checkpoint", version=snapshot.version)
-    return {"version": snapshot.version, "newest": newest, "is_empty": snapshot.is_empty}
+    return snapshot, newest
 
 
 def plan_loading(
-    store: Store,
-    version: int,
+    snapshot: Snapshot,
     state: StatePlan,
     holdings: Holdings,
     optimizers: Sequence[torch.optim.Optimizer],
@@ -129,7 +128,7 @@ def plan_loading(
     weights_only: bool = False,
     dynamic: DynamicTables | None = None,
 ) -> Planned:
-    """Compare a version with the live training; changes nothing. Blocks: manifests and a document are read.
+    """Compare a version with the live training; changes nothing. Blocks: a document is read.
 
     ``weights_only``: as if the checkpoint had no optimizers.
 
@@ -137,7 +136,6 @@ def plan_loading(
     ------
     BadInput, BadShape, BadDtype, DoesNotApply, TableNotFound, Unsupported, CorruptStore, VersionExpired, StorageFailure
     """
-    snapshot = store.snapshot(version)
     dynamic = (dynamic or DynamicTables({})).found_in(snapshot, strict=strict)
     trainer = None
     if TRAINER in snapshot.documents:
@@ -300,13 +298,23 @@ class _Reading:
         """Choose a version on rank 0 and read it on all."""
 
         def read() -> RestoredState:
-            chosen: int = rank_zero(
-                self._ranks, lambda: self._store.snapshot(version, step=step, tag=tag, channel=channel).version
-            )
+            opened: list[Snapshot] = []
+
+            def choose() -> int:
+                opened.append(self._store.snapshot(version, step=step, tag=tag, channel=channel))
+                return opened[0].version
+
+            chosen = rank_zero(self._ranks, choose)
             found: list[list[LocalShard]] = []
-            together(self._ranks, lambda: found.append(self._find_shards(chosen)))
+
+            def find() -> None:
+                if not opened:
+                    opened.append(self._store.snapshot(chosen))
+                found.append(self._find_shards(opened[0]))
+
+            together(self._ranks, find)
             holdings, planned = hold(found[0], self._ranks), list[Planned]()
-            together(self._ranks, lambda: planned.append(self._plan(chosen, holdings)))
+            together(self._ranks, lambda: planned.append(self._plan(opened[0], holdings)))
             together(self._ranks, lambda: self._put(planned[0]))
             snapshot, plan = planned[0].snapshot, planned[0].plan
             return RestoredState(
@@ -315,20 +323,21 @@ class _Reading:
 
         return looking_again(read, is_head=version is None and step is None and tag is None and channel is None)
 
-    def _find_shards(self, version: int) -> list[LocalShard]:
+    def _find_shards(self, snapshot: Snapshot) -> list[LocalShard]:
         """This rank's; a parameter is a table if it is stored as one."""
-        snapshot = self._store.snapshot(version)
         if snapshot.is_empty:
-            raise VersionNotFound(f"{self._store.url} holds no checkpoint at version {version}", version=version)
+            raise VersionNotFound(
+                f"{self._store.url} holds no checkpoint at version {snapshot.version}", version=snapshot.version
+            )
         sharded = {shard.table for shard in find_shards(self._model, self._optimizers)}
         mine = {self._tables.get(name, name) for name in snapshot.tables} - sharded
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         return find_local_shards(self._model, self._optimizers, sorted(mine & parameters.keys()), self._ranks)[1]
 
-    def _plan(self, version: int, holdings: Holdings) -> Planned:
+    def _plan(self, snapshot: Snapshot, holdings: Holdings) -> Planned:
         state = plan_state(self._model, self._optimizers, holdings.shards, holdings.tables)
         return plan_loading(
-            self._store, version, state, holdings, self._optimizers, tables=self._tables, strict=self._strict,
+            snapshot, state, holdings, self._optimizers, tables=self._tables, strict=self._strict,
             resize=self._resize, weights_only=self._weights_only,
         )  # fmt: skip
 

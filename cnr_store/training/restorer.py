@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -18,6 +18,7 @@ from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.records import DenseEntry
 from cnr_store.maintenance.repair import read_end
 from cnr_store.maintenance.verify import find_newest_whole
+from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.arguments import checked_choice
 from cnr_store.runtime.ranks import Ranks, described, rank_zero, together
 from cnr_store.store import Store
@@ -129,7 +130,14 @@ class Restorer:
         recovery = plan_recovery(steps)
 
         def load() -> RestoredState | None:
-            chosen = rank_zero(control, lambda: choose_start(self.store, request.version, request.step, request.tag))
+            opened: list[Snapshot] = []  # on rank 0
+
+            def choose() -> dict[str, int | bool]:
+                snapshot, newest = choose_start(self.store, request.version, request.step, request.tag)
+                opened.append(snapshot)
+                return {"version": snapshot.version, "newest": newest, "is_empty": snapshot.is_empty}
+
+            chosen = rank_zero(control, choose)
             take_over = TakeOver(self.store, chosen["version"], chosen["newest"])
             if recovery is not None and chosen["is_empty"]:
                 raise VersionNotFound(
@@ -137,11 +145,11 @@ class Restorer:
                     "the training on all ranks"
                 )
             if recovery is not None:
-                return self._recover(take_over, request, recovery)
+                return self._recover(take_over, request, recovery, opened)
             if chosen["is_empty"]:
                 self.saver.restored(self.saver.open_writer(take_over))
                 return None
-            return self._load(take_over, request)
+            return self._load(take_over, request, opened)
 
         try:
             return looking_again(load, is_head=request.is_head)
@@ -157,17 +165,24 @@ class Restorer:
         restored = self._load(TakeOver(self.store, back.target, back.newest, back.torn), request)
         return replace(restored, fallback_from=back.damaged, problem=back.problem)
 
-    def _load(self, take_over: TakeOver, request: RestoreRequest) -> RestoredState:
-        """Put a version in place, and continue from it at the next step or save; nothing is written before that."""
+    def _load(
+        self, take_over: TakeOver, request: RestoreRequest, opened: Sequence[Snapshot] = ()
+    ) -> RestoredState:  # fmt: skip
+        """Put a version in place, and continue from it at the next step or save; nothing is written before that.
+
+        ``opened``: its snapshot, where this rank has it already.
+        """
         planned: list[Planned] = []
         # On every rank before anything is changed on one.
-        together(self.training.control, lambda: planned.append(self._plan(take_over.version, request)))
+        together(self.training.control, lambda: planned.append(self._plan(take_over.version, request, opened)))
         restored = self._put_in_place(self.saver.open_writer(take_over), planned[0], request)
         if not request.strict or request.slots_rule != "exact":
             self.chain.whole_next |= self.training.tables  # what was left out is not what the mirrors hold
         return restored
 
-    def _recover(self, take_over: TakeOver, request: RestoreRequest, recovery: Recovery) -> RestoredState:
+    def _recover(
+        self, take_over: TakeOver, request: RestoreRequest, recovery: Recovery, opened: Sequence[Snapshot]
+    ) -> RestoredState:  # fmt: skip
         """Put the rows of lost ranks in place, and continue with those of the others (`survivor`)."""
         training, survivor = self.training, request.survivor
         planned: list[Planned] = []
@@ -176,7 +191,7 @@ class Restorer:
             if survivor is not None:
                 survivor.check_newest(self.store, take_over.version)
                 survivor.check_shards(training)
-            planned.append(self._plan(take_over.version, request))
+            planned.append(self._plan(take_over.version, request, opened))
 
         together(training.control, plan)
         shared = share_live_state(training, planned[0], recovery, survivor)
@@ -195,10 +210,10 @@ class Restorer:
         stale_steps = recovery.step - snapshot.step
         return replace(restored, lost_ranks=recovery.lost, stale_steps=stale_steps, peer_bytes=peer_bytes)
 
-    def _plan(self, version: int, request: RestoreRequest) -> Planned:
-        training = self.training
+    def _plan(self, version: int, request: RestoreRequest, opened: Sequence[Snapshot]) -> Planned:
+        training, snapshot = self.training, opened[0] if opened else self.store.snapshot(version)
         planned = plan_loading(
-            self.store, version, training.plan.state_plan(), training.holdings, training.optimizers,
+            snapshot, training.plan.state_plan(), training.holdings, training.optimizers,
             tables=request.tables, strict=request.strict, slots_rule=request.slots_rule, resize=request.resize,
             dynamic=training.dynamic,
         )  # fmt: skip
@@ -219,7 +234,9 @@ class Restorer:
         together(training.control, lambda: found.append(self._read_all_but_tables(planned, request, shared)))
         read = found[0]
         held = None if survivor is None else survivor.mirrors
-        filled = writer.restore(read.targets.outputs, slots_rule=request.slots_rule, held=held)
+        filled = writer.restore(
+            read.targets.outputs, slots_rule=request.slots_rule, held=held, opened=planned.snapshot.known_readers
+        )
 
         def apply() -> None:
             if survivor is None:

@@ -23,6 +23,7 @@ from cnr_store.read.table_reader import replay_keyed
 from cnr_store.runtime.closing import Closing
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.segment.codes import Array, array_specs
+from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.shards import KeyShare, Shard, shards_of
 from cnr_store.types import MAX_CHAIN, SlotsRule
 from cnr_store.write.keyed_mirrors import fitting_rows, mirrored_arrays
@@ -135,6 +136,7 @@ class Writer(Closing):
         *,
         slots_rule: SlotsRule = "exact",
         held: HeldMirrors | None = None,
+        opened: Mapping[str, SegmentReader] | None = None,
     ) -> Snapshot:
         """Load the head's state: fill ``outputs`` and the mirrors in one pass; returns the snapshot. Blocks.
 
@@ -152,6 +154,8 @@ class Writer(Closing):
         held
             Mirrors of an earlier writer of the same process (`Mirrors.held`) whose last state is the head's: these
             shards are not read.
+        opened
+            Segments whose manifests need not be read again, by name (`Snapshot.known_readers`).
 
         Raises
         ------
@@ -176,7 +180,10 @@ class Writer(Closing):
             if has_epoch:
                 state.catch_up()
             try:
-                together(state.setup.ranks, lambda: loaded.append(self._load(outputs or {}, slots_rule, held or {})))
+                together(
+                    state.setup.ranks,
+                    lambda: loaded.append(self._load(outputs or {}, slots_rule, held or {}, opened or {})),
+                )
                 break
             except BaseException as error:
                 loaded.clear()
@@ -190,9 +197,11 @@ class Writer(Closing):
         state.is_restored = True
         return loaded[0]
 
-    def _load(self, outputs: Outputs, slots_rule: SlotsRule, known: HeldMirrors) -> Snapshot:
+    def _load(
+        self, outputs: Outputs, slots_rule: SlotsRule, known: HeldMirrors, opened: Mapping[str, SegmentReader]
+    ) -> Snapshot:
         state = self._state
-        snapshot = state.snapshot_of(self.head)
+        snapshot = state.snapshot_of(self.head, known=opened)
         shards = state.setup.held.shards(snapshot.tables)
         wanted: dict[Shard, dict[str, Array]] = {}
         for key, arrays in outputs.items():
