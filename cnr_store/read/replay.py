@@ -33,7 +33,7 @@ from cnr_store.segment.codes import (
     TableCodes,
     decode_block,
 )
-from cnr_store.segment.decoded import Scratch
+from cnr_store.segment.decoded import InPlace, Scratch
 from cnr_store.types import Affine, RowIds
 
 Holds = Callable[[RowIds], npt.NDArray[np.bool_]]
@@ -128,18 +128,22 @@ class Replay:
         """Put or add one array's chunk; False when an int16 mirror is too narrow."""
         spec = target.codes.specs[name]
         held = target.codes.arrays[name]
-        values = self.values(step, plan, spec)[positions]
+        shift = step.left_shift if name == "codes" else 0
+        adds = step.operation == "add" and spec.is_additive
+        contiguous = index[-1] - index[0] + 1 == len(index)
+        block = held[index[0] : index[-1] + 1] if contiguous else None
+        is_plain = step.operation == "set" and spec.is_integer and shift == 0 and held.flags.c_contiguous
+        into = block if is_plain else None
+        values = self.values(step, plan, spec, into)[positions]
+        if into is not None and np.may_share_memory(values, into):
+            return True
         if not spec.is_integer:
             held[index] = values
             return True
         values = np.ascontiguousarray(values).reshape(len(values), -1)
-        shift = step.left_shift if name == "codes" else 0
-        adds = step.operation == "add" and spec.is_additive
-        contiguous = index[-1] - index[0] + 1 == len(index)
         if adds and held.dtype == np.int32 and name in _wrapping(spec):
             return checked_codes(row_kernels.add_codes_wrapping(held, index, 0, values), plan, step)
-        if contiguous:
-            block = held[index[0] : index[-1] + 1]
+        if block is not None:
             bad = row_kernels.add_block(block, values, shift) if adds else row_kernels.put_block(block, values, shift)
         else:
             bad = (
@@ -151,10 +155,11 @@ class Replay:
             return False
         return checked_codes(bad, plan, step)
 
-    def values(self, step: Step, plan: TablePlan, spec: ArraySpec) -> Array:
+    def values(self, step: Step, plan: TablePlan, spec: ArraySpec, into: Array | None = None) -> Array:
         """Decode the plan's columns of one array of the step's chunk: integer codes, or floats of other rows.
 
-        (rows, columns), in memory that the calling thread's next call overwrites.
+        (rows, columns), in memory that the calling thread's next call overwrites; in ``into``, whose rows are those of
+        the step, if the chunk has these rows and no others, in that dtype.
         """
         reader, row_list = self._readers[step.segment], step.row_list
         stored = "values" if step.operation == "escape" and spec.name == "codes" else spec.name
@@ -163,7 +168,10 @@ class Replay:
                 f"{step.operation} rows of table {step.part.table!r} in segment {reader.name} lack array {stored!r}",
                 table=step.part.table,
             )
-        chunk = reader.read_chunk(row_list.array(stored), step.chunk, self.scratch(stored))
+        scratch = self.scratch(stored)
+        if into is not None:
+            scratch = InPlace(into, scratch)
+        chunk = reader.read_chunk(row_list.array(stored), step.chunk, scratch)
         width = step.part.columns[1] - step.part.columns[0]
         low, high = (column - step.part.columns[0] for column in plan.columns)
         if spec.packed_bits:

@@ -36,6 +36,26 @@ class Scratch:
         return self._memory[:size].view(dtype).reshape(shape)
 
 
+class InPlace(Scratch):
+    """A block that gets an array of its shape and dtype, so that it is not copied there; all else is in ``other``.
+
+    ``block``: (rows, columns), or (rows, 1) for an array (rows,); contiguous.
+    """
+
+    def __init__(self, block: Array, other: Scratch) -> None:
+        self._block, self._other = block, other
+
+    @property
+    def spare(self) -> Scratch:
+        """As of ``other``."""
+        return self._other.spare
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """Return the block if it has that shape and dtype, else memory of ``other``."""
+        is_same = dtype == self._block.dtype and self._block.shape in (shape, (*shape, 1))
+        return self._block.reshape(shape) if is_same else self._other.take(shape, dtype)
+
+
 Decode = Callable[[Scratch], Array]
 
 

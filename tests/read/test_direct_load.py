@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from cnr_store import CorruptStore, Store, TableOptions, TableView
@@ -16,7 +17,9 @@ from cnr_store.encodings import digest, kernels
 from cnr_store.errors import CorruptObject
 from cnr_store.read.direct_load import is_direct
 from cnr_store.read.plan import TablePlan
+from cnr_store.segment.decoded import InPlace
 from cnr_store.segment.reader import SegmentReader
+from cnr_store.segment.shards import Shard
 from cnr_store.types import Rectangle
 from tests.support import encoding_reference as reference
 from tests.support.memory import store_in_memory
@@ -70,6 +73,36 @@ def test_a_baseline_is_direct_and_reads_as_by_way_of_codes(
     for one, other in zip(straight, by_codes, strict=True):
         assert one.keys() == other.keys()
         assert all(same_bits(np.ascontiguousarray(one[name]), np.ascontiguousarray(other[name])) for name in one)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_chunks_decoded_into_a_mirror_are_those_that_are_copied_there(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed = []
+
+    class Recorded(InPlace):
+        def take(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+            found = super().take(shape, dtype)
+            placed.append(np.shares_memory(found, self._block))
+            return found
+
+    with baseline(tmp_path / "s", kind) as store:
+
+        def mirror() -> dict[str, npt.NDArray[Any]]:
+            with store.writer() as writer:
+                writer.restore()
+                codes = writer.mirrors.get(Shard("t"))
+                return {} if codes is None else {name: array.copy() for name, array in codes.arrays.items()}
+
+        monkeypatch.setattr("cnr_store.read.replay.InPlace", Recorded)
+        in_place = mirror()
+        monkeypatch.setattr("cnr_store.read.replay.InPlace", lambda block, other: other)
+        copied = mirror()
+
+    assert in_place.keys() == copied.keys()
+    assert all(same_bits(in_place[name], copied[name]) for name in copied)
+    assert any(placed) == (in_place != {})
 
 
 def test_rows_that_a_refined_scale_moves_are_read_straight_too(tmp_path: Path) -> None:
