@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -111,19 +112,26 @@ def pack(values: Integers, bases: Bases, out: Bytes) -> int:
     -----
     Blocks while it computes; releases the GIL.
     """
+    start = 0
+    for divisions, size in zip(_divisions(bases), plane_bytes(bases, values.size), strict=True):
+        digit_kernels.pack_plane(values, *divisions, out[start : start + size])
+        start += size
+    return start
+
+
+@lru_cache(maxsize=256)
+def _divisions(bases: Bases) -> tuple[tuple[Any, ...], ...]:
+    """Return for each digit what `digit_kernels.pack_plane` divides by: between ``values`` and ``out``."""
     weights, weight, offset = [], 1, 0
     for base in reversed(bases):
         weights.append(weight)
         offset += base // 2 * weight
         weight *= base
-    start = 0
-    for base, weight, size in zip(bases, reversed(weights), plane_bytes(bases, values.size), strict=True):
-        digit_kernels.pack_plane(
-            values, np.uint64(offset % (1 << 64)), *_reciprocal(weight), *_reciprocal(base), np.uint64(base),
-            per_byte(base), out[start : start + size],
-        )  # fmt: skip
-        start += size
-    return start
+    moved = np.uint64(offset % (1 << 64))
+    return tuple(
+        (moved, *_reciprocal(weight), *_reciprocal(base), np.uint64(base), per_byte(base))
+        for base, weight in zip(bases, reversed(weights), strict=True)
+    )
 
 
 def unpack(planes: Bytes, bases: Bases, count: int, start: int, out: Integers) -> None:

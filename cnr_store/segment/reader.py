@@ -359,7 +359,9 @@ def open_chain(
     )
     by_name = {**known, **{reader.name: reader for reader in fresh}}
     names = tuple(entry.seg for entry in chain)
-    sound = next((k for k, name in enumerate(names) if by_name[name].checked_after != names[:k]), len(names))
+    sound = 0
+    while sound < len(names) and by_name[names[sound]].checked_after == names[:sound]:
+        sound += 1
     readers = in_chain([by_name[name] for name in names], sound)
     for found in chain_problems([reader.manifest for reader in readers], sound):
         key = layout.segment_key(names[found.index], layout.MANIFEST)

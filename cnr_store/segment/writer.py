@@ -62,6 +62,7 @@ class SegmentWriter:
     def __init__(self, storage: Storage, name: str, *, folder: str, workers: Workers, throttle: Throttle) -> None:
         self.name = name
         self.folder = folder
+        self._prefix = layout.segment_prefix(name)
         self._storage = storage
         self._workers = workers
         self._throttle = throttle
@@ -259,7 +260,7 @@ class SegmentWriter:
         self._waiting = []
         self._forget_attempts()
         if syncs:
-            self._storage.sync_folders(layout.segment_key(self.name, path) for path in self._objects)
+            self._storage.sync_folders(f"{self._prefix}{path}" for path in self._objects)
         groups = {path: self._stored(path, entries) for path, entries in self._groups.items()}
         packs = [self._stored(f"{self.folder}.dense", {name: one}) for name, one in self._dense_arrays.items()]
         whole = (*self._groups.values(), self._dense_arrays)
@@ -320,7 +321,7 @@ class SegmentWriter:
             if path in self._objects:
                 raise CorruptStore(f"segment {self.name}: {path} would be written twice; two names collide", path=path)
             self._objects[path] = entry
-        self._storage.put(layout.segment_key(self.name, path), data)
+        self._storage.put(f"{self._prefix}{path}", data)
 
 
 def _is_same_document(before: DocumentEntry, data: bytes) -> bool:
@@ -354,7 +355,8 @@ def write_manifest(
         raise BadInput(f"this cannot be saved, because no reader would take it: {error}", path=key) from error
     data = compressed(text)
     storage.put_document(key, data, MAX_MANIFEST_BYTES)
-    storage.sync_folders([key, *(layout.segment_key(name, path) for path in beside)])
+    prefix = layout.segment_prefix(name)
+    storage.sync_folders([key, *(f"{prefix}{path}" for path in beside)])
     return sha256(data), len(data), manifest
 
 
