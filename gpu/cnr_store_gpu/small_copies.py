@@ -226,7 +226,11 @@ class SmallCopies:
     def joined(self, as_array: Callable[[torch.Tensor], npt.NDArray[Any]]) -> list[JoinedCopies]:
         """Return the copies of all tables, those of tables that are alike together; ``as_array`` as in `arrays_of`."""
         layout, chosen = self.layout, self._chosen
-        owners, tensors, starts = layout.owners[chosen], layout.plain[chosen].tolist(), _borders(layout.groups[chosen])
+        owners, tensors, starts = (
+            layout.owners[chosen],
+            layout.plain[chosen].tolist(),
+            _are_first(layout.groups[chosen]).nonzero()[0],
+        )
         found: dict[int, JoinedCopies] = {}
         for first, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(chosen)], strict=True):
             number, counts = int(layout.alike[owners[first]]), self._parts[first:stop, 1]
@@ -303,7 +307,9 @@ def small_copies(
     addresses = np.zeros(len(asked), np.int64)
     addresses[fits] = address_of(joined) + 8 * (np.cumsum(counts[fits]) - counts[fits])
     begins = _begins(sizes, layout.groups[chosen])
-    parts = np.stack((addresses[owners], counts[owners], rows, starts[chosen], begins, row_bytes // _UNIT), axis=1)
+    parts = np.empty((len(chosen), PART_FIELDS), np.int64)
+    for column, own in enumerate((addresses[owners], counts[owners], rows, starts[chosen], begins, row_bytes // _UNIT)):
+        parts[:, column] = own
     end = most = 0
     if len(chosen):
         whole = rows * row_bytes
@@ -318,9 +324,10 @@ def _are_plain(ids: Sequence[RowIds | torch.Tensor]) -> npt.NDArray[np.bool_]:
     return np.array([isinstance(one, np.ndarray) and one.dtype == _INT64 and one.ndim == 1 for one in ids], bool)
 
 
-def _borders(groups: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Where equal numbers begin."""
-    found: npt.NDArray[np.int64] = np.flatnonzero(np.diff(groups, prepend=-1))
+def _are_first(groups: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Which of equal numbers are the first ones."""
+    found = np.ones(len(groups), bool)
+    found[1:] = groups[1:] != groups[:-1]
     return found
 
 
@@ -328,12 +335,13 @@ def _begins(sizes: npt.NDArray[np.int64], groups: npt.NDArray[np.int64]) -> npt.
     """Return where each copy begins: right behind the one before it in its group; groups are aligned."""
     if not len(sizes):
         return sizes
-    first = _borders(groups)
+    are_first = _are_first(groups)
+    first = are_first.nonzero()[0]
     totals = _aligned(np.add.reduceat(sizes, first))
-    before = np.cumsum(sizes) - sizes
-    lengths = np.diff(first, append=len(sizes))
-    moved: npt.NDArray[np.int64] = np.repeat(np.cumsum(totals) - totals - before[first], lengths)
-    return before + moved
+    before = sizes.cumsum() - sizes
+    moved = totals.cumsum() - totals - before[first]
+    begins: npt.NDArray[np.int64] = before + moved[are_first.cumsum() - 1]
+    return begins
 
 
 def _aligned(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
