@@ -266,7 +266,11 @@ def encode_chunk(entry: ArrayEntry, block: npt.NDArray[Any]) -> bytes:
 
 
 def decode_chunk(
-    entry: ArrayEntry, data: bytes, out: npt.NDArray[Any], where: str, memory: npt.NDArray[np.uint8] | None = None
+    entry: ArrayEntry,
+    data: bytes | memoryview,
+    out: npt.NDArray[Any],
+    where: str,
+    memory: npt.NDArray[np.uint8] | None = None,
 ) -> None:
     """Decode one chunk into ``out`` of exactly `chunk_shape` and the array's dtype, C-contiguous.
 
@@ -299,13 +303,15 @@ def decode_chunk(
     flat.view(np.uint8)[:] = np.frombuffer(payload, np.uint8)
 
 
-def open_chunk(entry: ArrayEntry, data: bytes, where: str, memory: npt.NDArray[np.uint8] | None = None) -> DigitChunk:
+def open_chunk(
+    entry: ArrayEntry, data: bytes | memoryview, where: str, memory: npt.NDArray[np.uint8] | None = None
+) -> DigitChunk:
     """Return a chunk of ``digits`` or ``gaps`` whose values are not unpacked yet; otherwise as `decode_chunk`."""
     count, itemsize = math.prod(chunk_shape(entry)), np.dtype(entry.dtype).itemsize
     return decode_digits(_payload(data, where), count, itemsize, where, memory)
 
 
-def _payload(data: bytes, where: str) -> memoryview:
+def _payload(data: bytes | memoryview, where: str) -> memoryview:
     """A chunk without its checksum."""
     if len(data) < CRC_BYTES:
         raise CorruptObject(f"{where} has {len(data)} bytes, no room for its checksum", path=where)

@@ -209,7 +209,7 @@ def text_of(document: Any) -> bytes:
     return text
 
 
-def unpack(data: bytes, where: str) -> bytes:
+def unpack(data: bytes | memoryview, where: str) -> bytes:
     """Return the JSON text of a document as it is stored.
 
     Raises

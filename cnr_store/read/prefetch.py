@@ -127,7 +127,7 @@ class Prefetcher:
         self._lock = threading.Lock()
         self._waiting = deque(wanted)
         self._passed: set[_Key] = set()
-        self._begun: dict[_Key, tuple[int, Future[bytes]]] = {}
+        self._begun: dict[_Key, tuple[int, Future[bytes | memoryview]]] = {}
         self._left: dict[_Key, int] = {}
         self._begun_bytes = 0
         self._in_flight = 0
@@ -135,7 +135,7 @@ class Prefetcher:
         with self._lock:
             self._begin()
 
-    def take(self, segment: int, place: ChunkPlace) -> bytes | None:
+    def take(self, segment: int, place: ChunkPlace) -> bytes | memoryview | None:
         """Return a chunk as often as it is wanted; None if it was not begun, and then it never is.
 
         Blocks while it is fetched.
@@ -182,7 +182,7 @@ class Prefetcher:
             left = [k for k, key in enumerate(keys) if key not in self._passed]
             if not left:
                 continue
-            begun: dict[int, Future[bytes]] = {k: Future() for k in left}
+            begun: dict[int, Future[bytes | memoryview]] = {k: Future() for k in left}
             for k, future in begun.items():
                 self._left[keys[k]] = one.times[k]
                 self._begun[keys[k]] = one.places[k].size, future
@@ -190,7 +190,7 @@ class Prefetcher:
             self._in_flight += 1
             self._pool.submit(self._fetch, one, range(left[0], left[-1] + 1), begun)
 
-    def _fetch(self, one: FetchRequest, span: range, begun: Mapping[int, Future[bytes]]) -> None:
+    def _fetch(self, one: FetchRequest, span: range, begun: Mapping[int, Future[bytes | memoryview]]) -> None:
         """``span``: which of the chunks lie between the first and the last that somebody waits for."""
         try:
             pieces = self._readers[one.segment].read_places(one.places[span.start : span.stop])

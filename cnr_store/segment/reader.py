@@ -87,7 +87,7 @@ def read_manifest(
     return data, decode_segment(data, entry, key)
 
 
-TakeChunk = Callable[[ChunkPlace], bytes | None]
+TakeChunk = Callable[[ChunkPlace], bytes | memoryview | None]
 """Where a chunk is to its verified bytes, if they were fetched before; else None."""
 
 SHARED_BYTES = 256 * 1024 * 1024
@@ -169,7 +169,7 @@ class SegmentReader:
         other._keeper = keeper
         return other
 
-    def read_object(self, path: str) -> bytes:
+    def read_object(self, path: str) -> bytes | memoryview:
         """Return an object's bytes, checked against the inventory.
 
         Raises
@@ -203,7 +203,7 @@ class SegmentReader:
         path = arrays.chunk_path(entry, index)
         return ChunkPlace(path, 0, self._entry_of(path).size, self._entry_of(path).xxh3_128)
 
-    def read_places(self, places: Sequence[ChunkPlace]) -> list[bytes]:
+    def read_places(self, places: Sequence[ChunkPlace]) -> list[bytes | memoryview]:
         """Return adjacent stored chunks of one object, each verified, with one request.
 
         Raises
@@ -227,7 +227,7 @@ class SegmentReader:
         with self._telling():
             fill_inside(self._storage, layout.segment_key(self.name, first.path), first.start, pieces)
 
-    def _read_stored(self, entry: ArrayEntry, index: int) -> bytes:
+    def _read_stored(self, entry: ArrayEntry, index: int) -> bytes | memoryview:
         place = self.place_of(entry, index)
         taken = None if self._take is None else self._take(place)
         return self.read_places([place])[0] if taken is None else taken

@@ -427,7 +427,7 @@ def content_digest(content: Content) -> str:
     return digest.hexdigest()
 
 
-def read_verified(storage: Storage, key: str, *, size_bytes: int, digest: str) -> bytes:
+def read_verified(storage: Storage, key: str, *, size_bytes: int, digest: str) -> bytes | memoryview:
     """Return the object's bytes after checking them against the inventory: a copy in memory, else the stored ones.
 
     Blocks. Memory: at most ``size_bytes`` + 1 bytes, whatever the size of the stored object.
@@ -453,7 +453,7 @@ def read_verified(storage: Storage, key: str, *, size_bytes: int, digest: str) -
     return data
 
 
-def read_inside(storage: Storage, key: str, start: int, pieces: Sequence[tuple[int, str]]) -> list[bytes]:
+def read_inside(storage: Storage, key: str, start: int, pieces: Sequence[tuple[int, str]]) -> list[bytes | memoryview]:
     """Return neighbouring pieces of an object, each checked: the first begins at byte ``start``. At most one request.
 
     Parameters
@@ -511,8 +511,11 @@ def fill_inside(storage: Storage, key: str, start: int, pieces: Sequence[tuple[S
         at += length
 
 
-def _checked_pieces(data: bytes, start: int, pieces: Sequence[tuple[int, str]], what: str, key: str) -> list[bytes]:
-    found, at = [], 0
+def _checked_pieces(
+    data: bytes | memoryview, start: int, pieces: Sequence[tuple[int, str]], what: str, key: str
+) -> list[bytes | memoryview]:
+    found: list[bytes | memoryview] = []
+    at = 0
     for length, digest in pieces:
         piece = data if length == len(data) else data[at : at + length]
         check_digest(piece, digest, f"{what}, bytes {start + at} to {start + at + length},", key)
@@ -521,7 +524,9 @@ def _checked_pieces(data: bytes, start: int, pieces: Sequence[tuple[int, str]], 
     return found
 
 
-def _read_copy(storage: Storage, key: str, start: int, pieces: Sequence[tuple[int, str]]) -> list[bytes] | None:
+def _read_copy(
+    storage: Storage, key: str, start: int, pieces: Sequence[tuple[int, str]]
+) -> list[bytes | memoryview] | None:
     """The pieces from a copy in memory; None if there is none, or it is not what the inventory says."""
     if storage.copies is None:
         return None

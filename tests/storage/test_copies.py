@@ -32,8 +32,18 @@ def given(storage: Storage, data: bytes = DATA) -> None:
     copies_of(storage).give({KEY: np.frombuffer(data, np.uint8)})
 
 
-def whole(storage: Storage) -> bytes:
+def whole(storage: Storage) -> bytes | memoryview:
     return read_verified(storage, KEY, size_bytes=len(DATA), digest=object_digest(DATA))
+
+
+def test_a_read_of_a_copy_does_not_copy_it_again(storage: Storage) -> None:
+    data = np.frombuffer(DATA, np.uint8)
+    copies_of(storage).give({KEY: data})
+
+    [piece] = read_inside(storage, KEY, 10, [(20, object_digest(DATA[10:30]))])
+
+    assert piece == DATA[10:30]
+    assert np.shares_memory(np.frombuffer(piece, np.uint8), data)
 
 
 def test_puts_of_chosen_keys_are_recorded_as_far_as_there_is_room(storage: Storage) -> None:

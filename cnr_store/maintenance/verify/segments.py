@@ -145,12 +145,11 @@ def _check_object(reader: SegmentReader, entry: ObjectEntry, role: _Role) -> Non
         return
     data = reader.read_object(entry.path)
     is_document = any(one.object is not None and one.object.path == entry.path for one in reader.own.documents.values())
-    if is_document:
-        data = unpack(data, key)
-    elif not entry.path.endswith(".json"):
+    if not is_document and not entry.path.endswith(".json"):
         return
+    text = unpack(data, key) if is_document else bytes(data)
     try:
-        document: JsonValue = loads(data, JSON, deepest=MAX_TREE_NESTING)
+        document: JsonValue = loads(text, JSON, deepest=MAX_TREE_NESTING)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CorruptObject(f"{key} is no JSON document: {error}") from error
     if role.array is not None:
@@ -172,7 +171,7 @@ def _shard_read(reader: SegmentReader, array: ArrayEntry, shards: Shards, chunks
     if data[-len(wanted) :] != wanted:
         raise CorruptObject(f"{key} has another index than the manifest records; other Zarr readers see other chunks")
 
-    def take(place: ChunkPlace) -> bytes | None:
+    def take(place: ChunkPlace) -> bytes | memoryview | None:
         if place.path != path:
             return None
         chunk = data[place.start : place.start + place.size]
