@@ -138,6 +138,19 @@ def largest_magnitude(bits):  # type: ignore[no-untyped-def]
 
 
 @_compiled
+def zeroed_rows(bits, half):  # type: ignore[no-untyped-def]
+    """Return how many rows of finite float32 (n, d), given as uint32, are not zero and everywhere below ``half``."""
+    count = 0
+    for i in range(bits.shape[0]):
+        largest = np.uint32(0)
+        for j in range(bits.shape[1]):
+            magnitude = np.uint32(bits[i, j] & np.uint32(0x7FFFFFFF))
+            largest = magnitude if magnitude > largest else largest
+        count += 1 if 0 < largest < half else 0
+    return count
+
+
+@_compiled
 def lattice_squared_error(values, scale):  # type: ignore[no-untyped-def]
     """Return the sum of `lattice_squared_errors`: float64. For searches, which ask for it many times for a table."""
     step = np.float32(scale)

@@ -34,24 +34,28 @@ class RowSample:
 
     Attributes
     ----------
-    size
-        Rows that there are to sample.
+    size, dim
+        Rows that there are to sample, and their columns.
+    count
+        Rows of the sample.
+    dtype
+        As given.
     is_all
         As given.
     """
 
     def __init__(self, values: Any, dtype: TableDtype, *, is_all: bool = True, seed: int = 0) -> None:
-        self.size = int(values.shape[0])
+        self.size, self.dim = int(values.shape[0]), int(values.shape[1])
+        self.count = min(self.size, SAMPLE_ROWS, max(LEAST_ROWS, SAMPLE_ELEMENTS // max(1, self.dim)))
+        self.dtype = dtype
         self.is_all = is_all
-        self._values, self._carrier, self._seed = values, carrier(dtype), seed
+        self._values, self._seed = values, seed
         self._rows: FloatBlock | None = None
 
     def rows(self) -> FloatBlock:
         """Return the sampled rows (n, dim), ascending, in the table's carrier; the first call blocks for the read."""
         if self._rows is None:
-            dim = max(1, int(self._values.shape[1]))
-            count = min(SAMPLE_ROWS, max(LEAST_ROWS, SAMPLE_ELEMENTS // dim))
-            chosen = slice(0, self.size) if self.size <= count else sample_rows(self.size, count, self._seed)
-            rows: FloatBlock = np.ascontiguousarray(self._values[chosen], dtype=self._carrier)
+            chosen = slice(0, self.size) if self.size == self.count else sample_rows(self.size, self.count, self._seed)
+            rows: FloatBlock = np.ascontiguousarray(self._values[chosen], dtype=carrier(self.dtype))
             self._rows = rows
         return self._rows

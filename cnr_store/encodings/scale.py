@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import NormalDist
 
 import msgspec
@@ -121,17 +122,37 @@ def measure_scale(
             rows = _within(rows, given * MAX_CODE)
         _check_range(rows, given)
         return ScaleChoice(given, len(rows), lattice_mse(rows, given), 0.0)
+    return measure_scales([sample], dtype, bits, held=[held], may_escape=may_escape)[0]
+
+
+def measure_scales(
+    samples: Sequence[RowSample], dtype: TableDtype, bits: AffineBits, *, held: Sequence[float | None],
+    may_escape: bool = False,
+) -> list[ScaleChoice]:  # fmt: skip
+    """Return the choices of `measure_scale` for ``bits``, for several tables with as many columns each.
+
+    The errors that small tables ask for are found by one call, since it takes longer to begin than their rows do.
+    """
+    rows = [_measurable(sample, dtype, step, may_escape) for sample, step in zip(samples, held, strict=True)]
+    targets = _targets_of(rows, bits)
+    return [_choice_for(sample, own, target) for sample, own, target in zip(samples, rows, targets, strict=True)]
+
+
+def _measurable(sample: RowSample, dtype: TableDtype, held: float | None, may_escape: bool) -> Float32s:
+    """Return the rows of a sample that a scale is measured on, as float32 (n, dim)."""
     rows = _finite(to_float32(sample.rows(), dtype))
     if held is not None:
         rows = spread_over_cells(rows, held)
-    if may_escape:
-        rows = _within(rows, _LARGEST_USABLE * MAX_CODE)
-    target = _target_of(rows, bits)
-    scale = _scale_for_error(rows, target.mse)
+    return _within(rows, _LARGEST_USABLE * MAX_CODE) if may_escape else rows
+
+
+def _choice_for(sample: RowSample, rows: Float32s, target: _AffineError) -> ScaleChoice:
+    scale = _scale_for_error(rows, target)
     errors = lattice_row_errors(rows, scale)
     half_width = ratio_half_width(errors, target.row_errors, sample.size if sample.is_all else None)
     mse = float(np.mean(errors)) / rows.shape[1] if errors.size else 0.0
-    return ScaleChoice(scale, len(rows), mse, half_width, _zeroed(rows, scale))
+    zeroed = kernels.zeroed_rows(rows.view(np.uint32), np.float32(scale / 2).view(np.uint32))
+    return ScaleChoice(scale, len(rows), mse, half_width, zeroed / max(len(rows), 1))
 
 
 def choose_scale(sample: Float32s, precision: Precision) -> float:
@@ -159,7 +180,7 @@ def choose_scale(sample: Float32s, precision: Precision) -> float:
         scale = float(check_scale(_rounded_down(2.0 * precision.max_error)))
     else:
         assert precision.bits is not None
-        scale = _scale_for_error(finite, _target_of(finite, precision.bits).mse)
+        scale = _scale_for_error(finite, _targets_of([finite], precision.bits)[0])
     _check_range(finite, scale)
     return scale
 
@@ -167,7 +188,7 @@ def choose_scale(sample: Float32s, precision: Precision) -> float:
 def warmup() -> None:
     """Compile (or load) the kernels of `measure_scale` now: seconds, once per machine. Blocks."""
     rows = np.eye(2, dtype=np.float32)
-    lattice_row_errors(rows, _scale_for_error(rows, _target_of(rows, 8).mse))
+    measure_scales([RowSample(rows, "float32")], "float32", 8, held=[None])
 
 
 def spread_over_cells(rows: Float32s, scale: float, *, seed: int = 0) -> Float32s:
@@ -238,8 +259,10 @@ def ratio_half_width(errors: npt.NDArray[np.float64], targets: npt.NDArray[np.fl
     """
     count = len(errors)
     left_out = 1.0 if num_rows is None else max(0.0, 1.0 - count / max(num_rows, 1))
+    if count == 0 or left_out == 0.0:
+        return 0.0
     total, of_targets = float(np.sum(errors)), float(np.sum(targets))
-    if count == 0 or left_out == 0.0 or total == 0.0 or of_targets == 0.0:
+    if total == 0.0 or of_targets == 0.0:
         return 0.0
     if count == 1:
         return 1.0
@@ -295,27 +318,34 @@ def _mse(sample: Float32s, scale: float) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _AffineError:
-    """The error of affine rows: their mean, and each row's."""
+    """The error of affine rows: their mean, and each row's; and the largest absolute value of the rows."""
 
     mse: float
     row_errors: npt.NDArray[np.float64]
+    largest: float
 
 
-def _target_of(sample: Float32s, bits: AffineBits) -> _AffineError:
-    """Return the error of b-bit Check-N-Run rows on a finite sample (n, d): greedy search, fp16 parameters.
+def _targets_of(samples: Sequence[Float32s], bits: AffineBits) -> list[_AffineError]:
+    """Return the errors of b-bit Check-N-Run rows on finite samples (n, d) with one d: greedy search, fp16 parameters.
 
-    The sample is first scaled by a power of two, so that fp16 parameters neither overflow nor vanish: the error then
+    Each sample is first scaled by a power of two, so that fp16 parameters neither overflow nor vanish: the error then
     depends on the shape of the rows, not on their unit.
     """
-    largest = _largest(sample)
-    if largest == 0.0:
-        return _AffineError(0.0, np.zeros(len(sample)))
-    exponent = max(math.frexp(largest)[1] - 1, -_LARGEST_EXPONENT)
-    rows = np.ascontiguousarray(sample * np.float32(2.0**-exponent))
+    largest = [*map(_largest, samples)]
+    exponents = [max(math.frexp(one)[1] - 1, -_LARGEST_EXPONENT) for one in largest]
+    stops = [*accumulate(map(len, samples))]
+    parts = [slice(stop - len(sample), stop) for sample, stop in zip(samples, stops, strict=True)]
+    joined = np.empty((stops[-1], samples[0].shape[1]), np.float32)
+    for sample, part, exponent in zip(samples, parts, exponents, strict=True):
+        np.multiply(sample, np.float32(2.0**-exponent), out=joined[part])
     num_bins, ratio = REFERENCE_SETTINGS[bits]
-    errors = row_errors(rows, Affine(bits, search="greedy", param_dtype="float16", num_bins=num_bins, ratio=ratio))
-    errors *= 4.0**exponent
-    return _AffineError(float(np.sum(errors)) / rows.size, errors)
+    errors = row_errors(joined, Affine(bits, search="greedy", param_dtype="float16", num_bins=num_bins, ratio=ratio))
+    found = []
+    for sample, part, exponent, most in zip(samples, parts, exponents, largest, strict=True):
+        own = errors[part]
+        own *= 4.0**exponent
+        found.append(_AffineError(float(np.sum(own)) / sample.size if sample.size else 0.0, own, most))
+    return found
 
 
 def _largest(sample: Float32s) -> float:
@@ -327,12 +357,6 @@ def _largest(sample: Float32s) -> float:
 def _finite(sample: Float32s) -> Float32s:
     """Return the rows without NaN and Inf: the sample itself where it has no others."""
     return sample if math.isfinite(_largest(sample)) else sample[np.isfinite(sample).all(axis=1)]
-
-
-def _zeroed(rows: Float32s, scale: float) -> float:
-    """Return the share of finite rows (n, d) that are not zero, and are at this scale."""
-    largest = np.abs(rows).max(axis=1, initial=0.0)
-    return float(np.mean((largest > 0) & (largest < scale / 2))) if len(rows) else 0.0
 
 
 def _within(rows: Float32s, limit: float) -> Float32s:
@@ -350,13 +374,13 @@ def _check_one_target(precision: Precision) -> None:
         )
 
 
-def _scale_for_error(sample: Float32s, target: float) -> float:
-    """Return a scale whose error on the sample is at most ``target``: within `MSE_TOLERANCE`, or the largest found.
+def _scale_for_error(sample: Float32s, wanted: _AffineError) -> float:
+    """Return a scale whose error on the sample is at most that wanted: within `MSE_TOLERANCE`, or the largest found.
 
     The error of values that are spread over many cells is a twelfth of the squared step, so one or two
     corrections by that law are enough for nearly all tables; others are searched.
     """
-    largest = _largest(sample)
+    target, largest = wanted.mse, wanted.largest
     start = math.sqrt(12.0 * target)
     # Below this the sample itself would come near the end of the code range.
     finest = largest / (MAX_CODE // 4)

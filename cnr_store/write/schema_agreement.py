@@ -6,19 +6,18 @@ a scale depends on the rows that a rank sees.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from cnr_store.encodings.sampling import RowSample
+from cnr_store.encodings.sampling import SAMPLE_ELEMENTS, RowSample
 from cnr_store.encodings.scale import ScaleChoice, pooled
 from cnr_store.errors import BadInput
 from cnr_store.format.records import SlotSchema, TableSchema
-from cnr_store.types import Affine, Lattice
-from cnr_store.write.schema_choice import choose_table_scale, table_dtype, table_schema
+from cnr_store.types import Affine, Lattice, TableDtype
+from cnr_store.write.schema_choice import choose_table_scales, table_schema
 from cnr_store.write.table_options import TableOptions
 
 
@@ -35,43 +34,73 @@ class Proposal:
     choice: ScaleChoice | None = None
 
 
-def propose(
-    table: str,
-    values: Any,
-    slots: Mapping[str, Any],
-    options: TableOptions,
-    *,
-    shape: tuple[int, int],
-    generation: int,
-    has_mirror: bool,
-    held: float | None = None,
-) -> Proposal:
-    """Return the schema that fits one shard's rows.
+@dataclass(frozen=True, slots=True, eq=False)
+class NewShard:
+    """One shard of a table that is to get a schema.
 
-    Parameters
+    Attributes
     ----------
-    values, slots
-        The shard's weights (rows, columns) and slots, as for `Transaction.write_table`; a sample of them is read.
+    sample
+        Of its weights (rows, columns).
+    slots
+        As for `Transaction.write_table`; a sample of them is read.
     shape
         (num_rows, dim) of the whole table.
     held
         The lattice scale that the table has now, if it has one.
+    """
+
+    table: str
+    sample: RowSample
+    slots: Mapping[str, Any]
+    options: TableOptions
+    shape: tuple[int, int]
+    generation: int
+    held: float | None = None
+
+
+def alike(shards: Sequence[NewShard]) -> list[list[int]]:
+    """Return which shards `propose` takes together, by position: alike, and of about one full sample. Pure."""
+    runs: list[list[int]] = []
+    last: dict[tuple[str, TableDtype, int], tuple[list[int], int]] = {}
+    for number, one in enumerate(shards):
+        key = options_text(one.options), one.sample.dtype, one.sample.dim
+        run, elements = last.get(key, ([], SAMPLE_ELEMENTS))
+        if elements >= SAMPLE_ELEMENTS:
+            run, elements = [], 0
+            runs.append(run)
+        run.append(number)
+        last[key] = run, elements + one.sample.count * one.sample.dim
+    return runs
+
+
+def propose(shards: Sequence[NewShard], *, has_mirror: bool) -> list[Proposal]:
+    """Return the schemas that fit the rows of shards with equal options and dtypes and as many columns each. Blocks.
 
     Raises
     ------
     BadInput
     """
-    dtype = table_dtype(values, table)
-    sample = RowSample(values, dtype)
+    options, dtype = shards[0].options, shards[0].sample.dtype
     try:
-        choice = choose_table_scale(options, dtype, sample, held=held)
+        choices = choose_table_scales(
+            options, dtype, [one.sample for one in shards], held=[one.held for one in shards]
+        )  # fmt: skip
     except BadInput as error:
+        if len(shards) > 1:  # whose rows they are
+            return [proposal for one in shards for proposal in propose([one], has_mirror=has_mirror)]
+        table = shards[0].table
         raise BadInput(f"table {table!r}: {error}", table=table, expected=error.expected, found=error.found) from None
-    schema = table_schema(
-        table, options, num_rows=shape[0], dim=shape[1], dtype=dtype, sample=sample, choice=choice,
-        slots=slots, generation=generation, has_mirror=has_mirror,
-    )  # fmt: skip
-    return Proposal(schema, math.prod(values.shape), options_text(options), choice)
+    return [
+        Proposal(
+            table_schema(
+                one.table, options, num_rows=one.shape[0], dim=one.shape[1], dtype=dtype, sample=one.sample,
+                choice=choice, slots=one.slots, generation=one.generation, has_mirror=has_mirror,
+            ),
+            one.sample.size * one.sample.dim, options_text(options), choice,
+        )
+        for one, choice in zip(shards, choices, strict=True)
+    ]  # fmt: skip
 
 
 def options_text(options: TableOptions) -> str:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -22,8 +23,8 @@ from cnr_store.runtime.ranks import together
 from cnr_store.segment.codes import Array
 from cnr_store.segment.shards import Shard
 from cnr_store.types import Lattice, TableDtype
-from cnr_store.write.schema_agreement import Proposal, agree, agreed_choice, options_text, propose
-from cnr_store.write.schema_choice import checked_size, choose_table_scale, needs_sample, table_schema
+from cnr_store.write.schema_agreement import NewShard, Proposal, agree, agreed_choice, alike, options_text, propose
+from cnr_store.write.schema_choice import checked_size, choose_table_scale, needs_sample, table_dtype, table_schema
 from cnr_store.write.table_options import TableOptions
 from cnr_store.write.writer_state import SegmentDraft, WriterState
 
@@ -113,12 +114,16 @@ class SchemaChanges:
         for table, declarations in tables.items():
             check_name(table)
             self._check_declared(table, declarations, written)
-        shards = [(table, one) for table, declarations in tables.items() for one in declarations]
-        proposals = self._state.setup.workers.run(partial(self._proposal, *shard) for shard in shards)
+        shards = [self._new_shard(table, one) for table, declarations in tables.items() for one in declarations]
+        has_mirror, runs = self._state.mirrors.mode != "none", alike(shards)
+        found = self._state.setup.workers.run(
+            partial(propose, [shards[number] for number in run], has_mirror=has_mirror) for run in runs
+        )
+        proposals = dict(zip(chain.from_iterable(runs), chain.from_iterable(found), strict=True))
         made: dict[str, list[tuple[Any, int, str, Any]]] = {}
-        for (table, one), proposal in zip(shards, proposals, strict=True):
-            self.options[table] = self._asked(table, one.options)
-            made.setdefault(table, []).append(_sent(proposal))
+        for number, shard in enumerate(shards):
+            self.options[shard.table] = shard.options
+            made.setdefault(shard.table, []).append(_sent(proposals[number]))
         return made
 
     def _check_declared(self, table: str, declarations: Sequence[Declaration], written: Set[str]) -> None:
@@ -136,14 +141,12 @@ class SchemaChanges:
         if table in written or table in self.refined:
             raise BadInput(f"declare table {table!r} once, before writing its rows", table=table)
 
-    def _proposal(self, table: str, one: Declaration) -> Proposal:
-        """What one shard asks for; several threads at a time."""
+    def _new_shard(self, table: str, one: Declaration) -> NewShard:
         held = self._state.setup.held
-        return propose(
-            table, one.values, one.slots, self._asked(table, one.options),
+        return NewShard(
+            table, RowSample(one.values, table_dtype(one.values, table)), one.slots, self._asked(table, one.options),
             shape=one.values.shape if held.placement is None else held.shapes[table],
-            generation=self._next_generation(table), has_mirror=self._state.mirrors.mode != "none",
-            held=self._held_scale(table),
+            generation=self._next_generation(table), held=self._held_scale(table),
         )  # fmt: skip
 
     def create(

@@ -10,7 +10,7 @@ step. Any other slot keeps 7 mantissa bits, unless ``slot_bits`` names it. `SLOT
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from cnr_store.encodings import affine, widths
 from cnr_store.encodings.choose import choose_greedy, expected_bits
 from cnr_store.encodings.lattice import LARGEST_SCALE, SMALLEST_SCALE
 from cnr_store.encodings.sampling import RowSample
-from cnr_store.encodings.scale import ScaleChoice, choose_scale, measure_scale
+from cnr_store.encodings.scale import ScaleChoice, choose_scale, measure_scale, measure_scales
 from cnr_store.encodings.widths import EXACT_MANTISSA_BITS, to_float32
 from cnr_store.errors import BadDtype, BadInput, BadShape
 from cnr_store.format.limits import MAX_DIM, MAX_ELEMENTS, MAX_SLOTS
@@ -185,12 +185,19 @@ def choose_table_scale(
     ------
     BadInput
     """
+    return choose_table_scales(options, dtype, [_sampled(sample, dtype)], held=[held])[0]
+
+
+def choose_table_scales(
+    options: TableOptions, dtype: TableDtype, samples: Sequence[RowSample], *, held: Sequence[float | None]
+) -> Sequence[ScaleChoice | None]:
+    """Return what `choose_table_scale` does of each of several tables with as many columns. Blocks."""
     if encoding_name(options, dtype) != "lattice":
-        return None
-    given = options.scale is not None or options.max_error is not None
-    precision = _given(options) if given else Precision(bits=asked_bits(options))
+        return [None] * len(samples)
     may_escape = options.nonfinite == "escape"
-    return measure_scale(_sampled(sample, dtype), dtype, precision, held=held, may_escape=may_escape)
+    if needs_sample(options, dtype):
+        return measure_scales(samples, dtype, asked_bits(options), held=held, may_escape=may_escape)
+    return [measure_scale(one, dtype, _given(options), may_escape=may_escape) for one in samples]
 
 
 def given_scale(options: TableOptions) -> float:

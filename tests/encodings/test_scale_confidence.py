@@ -14,7 +14,14 @@ from cnr_store.encodings import scale
 from cnr_store.encodings.affine import row_errors
 from cnr_store.encodings.choose import REFERENCE_SETTINGS
 from cnr_store.encodings.sampling import LEAST_ROWS, SAMPLE_ELEMENTS, SAMPLE_ROWS, RowSample
-from cnr_store.encodings.scale import ScaleChoice, measure_scale, pooled, ratio_half_width, spread_over_cells
+from cnr_store.encodings.scale import (
+    ScaleChoice,
+    measure_scale,
+    measure_scales,
+    pooled,
+    ratio_half_width,
+    spread_over_cells,
+)
 from cnr_store.errors import BadInput
 from cnr_store.types import Affine, AffineBits, Float32s, Precision
 from tests.support.encoders import lattice_codes, lattice_floats
@@ -132,6 +139,26 @@ def test_a_sample_is_read_once_and_is_as_large_for_rows_of_all_kinds(table: Call
 def test_wide_rows_are_sampled_less(dim: int, count: int) -> None:
     table = np.broadcast_to(np.float32(0), (3 * SAMPLE_ROWS, dim))
     assert RowSample(table, "float32").rows().shape == (count, dim)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_scales_of_tables_measured_together_are_those_of_each(bits: AffineBits) -> None:
+    rng = np.random.default_rng(2)
+    spoiled = normal(rows=90)
+    spoiled[3, 1], spoiled[70, 0] = np.nan, np.inf
+    tables = [
+        normal(rows=1), normal(rows=63) * np.float32(1e-20), student(rows=200) * np.float32(1e15), spoiled,
+        np.zeros((5, DIM), np.float32), np.full((7, DIM), -0.25, np.float32), np.empty((0, DIM), np.float32),
+        zipf_norms(rows=5_000), rng.choice(np.float32([-0.3, 0.0, 0.1]), (130, DIM)),
+    ]  # fmt: skip
+    samples = [RowSample(rows, "float32") for rows in tables]
+    held = [None, None, 1e14, None, 0.5, None, None, 0.01, 0.1]
+
+    found = measure_scales(samples, "float32", bits, held=held)
+
+    assert found == [
+        measure_scale(one, "float32", Precision(bits=bits), held=step) for one, step in zip(samples, held, strict=True)
+    ]
 
 
 def test_what_cannot_be_known_better_is_said() -> None:

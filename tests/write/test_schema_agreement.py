@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from cnr_store import BadInput, TableOptions
+from cnr_store.encodings.sampling import RowSample
 from cnr_store.types import Lattice
-from cnr_store.write.schema_agreement import Proposal, agree, propose
+from cnr_store.write.schema_agreement import NewShard, Proposal, agree, alike, propose
+from cnr_store.write.schema_choice import table_dtype
 
 Array = np.ndarray[Any, Any]
 
@@ -20,8 +22,47 @@ def proposals(pieces: list[Array], options: TableOptions | list[TableOptions], *
     chosen = options if isinstance(options, list) else [options] * len(pieces)
     shape = (sum(len(piece) for piece in pieces), pieces[0].shape[1])
     given = {"slots": {}, "shape": shape, "generation": 1, "has_mirror": True} | more
-    return [propose("t", piece, given["slots"], one, shape=given["shape"], generation=given["generation"],
-                    has_mirror=given["has_mirror"]) for piece, one in zip(pieces, chosen, strict=True)]  # fmt: skip
+    slots, generation = given["slots"], given["generation"]
+    shards = [
+        NewShard("t", RowSample(piece, table_dtype(piece, "t")), slots, one, given["shape"], generation)
+        for piece, one in zip(pieces, chosen, strict=True)
+    ]
+    return [one for shard in shards for one in propose([shard], has_mirror=given["has_mirror"])]
+
+
+def test_shards_are_proposed_together_as_each_by_itself() -> None:
+    rng = np.random.default_rng(5)
+    made = [rng.standard_normal((n, dim)).astype(np.float32) for n, dim in [(9, 4), (70, 4), (3, 8), (300, 4), (0, 4)]]
+    shards = [
+        NewShard(f"t{number}", RowSample(rows, "float32"), {}, TableOptions(bits=4), rows.shape, 1)
+        for number, rows in enumerate(made)
+    ]
+
+    runs = alike(shards)
+
+    assert runs == [[0, 1, 3, 4], [2]]
+    for run in runs:
+        own = [shards[number] for number in run]
+        assert propose(own, has_mirror=True) == [one for shard in own for one in propose([shard], has_mirror=True)]
+
+
+def test_shards_with_a_full_sample_or_other_options_are_proposed_apart() -> None:
+    full, small = np.zeros((3000, 64), np.float32), np.zeros((10, 64), np.float32)
+    shards = [
+        NewShard("t", RowSample(rows, "float32"), {}, TableOptions(bits=bits), rows.shape, 1)
+        for rows, bits in [(full, 4), (small, 4), (small, 8), (full, 4), (small, 4)]
+    ]
+    assert alike(shards) == [[0], [1, 3], [2], [4]]
+
+
+def test_a_shard_that_is_refused_among_others_is_named() -> None:
+    made = [np.ones((4, 2), np.float32), np.full((4, 2), 3e38, np.float32) * np.float32([1, 0])]
+    shards = [
+        NewShard(name, RowSample(rows, "float32"), {}, TableOptions(bits=8), rows.shape, 1)
+        for name, rows in zip("ab", made, strict=True)
+    ]
+    with pytest.raises(BadInput, match="table 'b'"):
+        propose(shards, has_mirror=True)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])

@@ -11,7 +11,7 @@ from cnr_store import BadInput, Store, TableOptions
 from cnr_store.encodings.sampling import RowSample
 from cnr_store.format.records import SlotSchema
 from cnr_store.types import FloatBits, Lattice
-from cnr_store.write.schema_agreement import agree, propose
+from cnr_store.write.schema_agreement import NewShard, agree, propose
 from cnr_store.write.schema_choice import (
     OTHER_MANTISSA_BITS,
     ROW_MANTISSA_BITS,
@@ -80,10 +80,11 @@ def test_means_that_no_step_has_touched_say_nothing_of_a_step() -> None:
 
 def test_ranks_agree_on_one_step_and_one_without_a_mean_has_no_say() -> None:
     options = TableOptions(scale=0.01, slot_bits=4)
-    given = [
-        propose("t", WEIGHTS, {"exp_avg": mean}, options, shape=(1200, 8), generation=1, has_mirror=True)
+    shards = [
+        NewShard("t", RowSample(WEIGHTS, "float32"), {"exp_avg": mean}, options, (1200, 8), 1)
         for mean in (np.zeros_like(MEAN), MEAN, 3 * MEAN)
     ]
+    given = propose(shards, has_mirror=True)
     agreed = agree("t", given).slots["exp_avg"].encoding
     one = given[1].schema.slots["exp_avg"].encoding
     assert isinstance(agreed, Lattice)
