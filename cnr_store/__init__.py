@@ -65,6 +65,7 @@ from cnr_store.write.rate import expected_restores
 from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.table_options import TableOptions
 from cnr_store.write.transaction import Transaction
+from cnr_store.write.whole_tables import TableValues
 from cnr_store.write.writer import Writer
 
 __all__ = [
@@ -128,6 +129,7 @@ __all__ = [
     "Rectangle",
     "Declaration",
     "RowUpdate",
+    "TableValues",
     # What they return: documents of the format (spec, section 3), and lines of reports.
     "LogEntry",
     "CommitRecord",

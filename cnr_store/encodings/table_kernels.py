@@ -14,7 +14,13 @@ import numpy as np
 import numpy.typing as npt
 from numba import carray  # type: ignore[attr-defined]
 
-from cnr_store.encodings.kernels import float_bits_delta, lattice_delta
+from cnr_store.encodings.kernels import (
+    digest_block,
+    float_bits_delta,
+    float_bits_encode,
+    lattice_delta,
+    lattice_encode,
+)
 from cnr_store.encodings.row_kernels import add_codes
 from cnr_store.runtime.addresses import float32s_at, int16s_at, int32s_at
 from cnr_store.runtime.jit import njit
@@ -95,12 +101,66 @@ def float_bits_deltas(parts: Any, rows: Any, shift: int, multipliers: Any, out: 
                 shift, multipliers, out[start:stop], flags[start:stop],
             )  # fmt: skip
         found[k, 0], found[k, 1] = most, np.int64(change)
-        for i in range(count):
-            beyond = np.int32(0)
-            for j in range(d):
-                beyond |= np.int32(1) if (bits[i, j] & _INFINITE) == _INFINITE else np.int32(0)
-            if beyond != 0:
-                flags[start + i] = 255
+        _flag_not_finite(bits, flags[start:stop])
+
+
+@_compiled
+def _flag_not_finite(bits: Any, flags: Any) -> None:
+    for i in range(bits.shape[0]):
+        beyond = np.int32(0)
+        for j in range(bits.shape[1]):
+            beyond |= np.int32(1) if (bits[i, j] & _INFINITE) == _INFINITE else np.int32(0)
+        if beyond != 0:
+            flags[i] = 255
+
+
+@_compiled
+def lattice_codes(parts: Any, scales: Any, multipliers: Any, presence: Any, out: Any, flags: Any, found: Any) -> None:
+    """`lattice_encode` of all float32 rows of each table, into ``out`` and its mirror, and their `digest_block`.
+
+    Parameters
+    ----------
+    parts
+        A line per table, which has as many values as its mirror has rows; the mirror has the dtype of ``out``.
+    scales, multipliers, flags
+        As for `lattice_deltas`.
+    presence
+        uint64, of the digest.
+    out
+        int16 or int32 ``(n, d)``, overwritten.
+    found
+        int64 ``(num_tables, 2)``, overwritten: the largest absolute code, and the bits of the digest.
+    """
+    d = out.shape[1]
+    for k in range(parts.shape[0]):
+        start, stop = parts[k, 0], parts[k, 0] + parts[k, 1]
+        values = carray(float32s_at(parts[k, 2]), (parts[k, 1], d))
+        most, _ = lattice_encode(values, scales[k], out[start:stop], flags[start:stop])
+        digest = _keep_codes(parts[k], out[start:stop], multipliers, presence)
+        found[k, 0], found[k, 1] = most, np.int64(digest)
+
+
+@_compiled
+def float_bits_codes(parts: Any, shift: int, multipliers: Any, presence: Any, out: Any, flags: Any, found: Any) -> None:
+    """`float_bits_encode` of all float32 rows of each table, NaN and Inf are bad; otherwise as `lattice_codes`."""
+    d = out.shape[1]
+    for k in range(parts.shape[0]):
+        start, stop = parts[k, 0], parts[k, 0] + parts[k, 1]
+        bits = carray(int32s_at(parts[k, 2]), (parts[k, 1], d))
+        most, _ = float_bits_encode(bits, shift, out[start:stop], flags[start:stop])
+        _flag_not_finite(bits, flags[start:stop])
+        digest = _keep_codes(parts[k], out[start:stop], multipliers, presence)
+        found[k, 0], found[k, 1] = most, np.int64(digest)
+
+
+@_compiled
+def _keep_codes(part: Any, codes: Any, multipliers: Any, presence: Any) -> Any:
+    """Copy the codes of a table into its mirror, and return their digest."""
+    if part[CODE_BYTES] == 2:
+        carray(int16s_at(part[3]), codes.shape)[:] = codes
+    else:
+        carray(int32s_at(part[3]), codes.shape)[:] = codes
+    return digest_block(codes, part[6], multipliers, presence)
 
 
 @_compiled

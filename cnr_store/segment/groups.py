@@ -50,12 +50,15 @@ class RowList:
         chunk is encoded.
     order
         The array in whose order each chunk of ``codes`` may be stored (`order_of`); None for that of the row ids.
+    is_fixed
+        Whether nobody writes into the memory of the blocks before the segment is put: small lists need no copy.
     """
 
     count: int
     widths: Mapping[str, tuple[np.dtype[Any], int | None]]
     produce: Callable[[int, int], Blocks]
     order: str | None = None
+    is_fixed: bool = False
 
     @property
     def row_bytes(self) -> int:
@@ -175,8 +178,10 @@ class SharedGroup:
         return min(self._full, self.rows)
 
     def append(self, joined: RowList, counts: Sequence[int]) -> list[ListLine]:
-        """Copy small lists, which stand end to end in ``joined`` with ``counts`` rows each, into the buffer."""
-        produced = {name: block.copy() for name, block in joined.produce(0, joined.count).items()}
+        """Take small lists, which stand end to end in ``joined`` with ``counts`` rows each, into the buffer."""
+        produced = joined.produce(0, joined.count)
+        if not joined.is_fixed:
+            produced = {name: block.copy() for name, block in produced.items()}
         written = [ListLine(group=self.path, count=count, first=(), last=()) for count in counts]
         self._waiting.append(_Waiting(written, np.array(counts, np.int64), produced))
         self.waiting_rows += joined.count

@@ -35,6 +35,7 @@ from cnr_store.write.joined_rows import JoinedRows
 from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.table_options import TableOptions
 from cnr_store.write.transaction import Transaction
+from cnr_store.write.whole_tables import TableValues
 from cnr_store_gpu import Staged, Taken
 
 logger = logging.getLogger(__name__)
@@ -225,10 +226,10 @@ def _write_and_commit(job: SaveJob) -> None:
             transaction.put_document(name, encoded())
         if job.read is None:
             declare(transaction, job.whole.values() if job.declares else None, job.drops)
-        for one in job.whole.values():
-            transaction.write_table(
-                one.key.table, TensorRows(one.weight), slots=_slot_rows(one), rectangle=one.key.rectangle
-            )
+        transaction.write_tables([
+            TableValues(one.key.table, TensorRows(one.weight), _slot_rows(one), rectangle=one.key.rectangle)
+            for one in job.whole.values()
+        ])  # fmt: skip
         joined = joined_rows(job)
         updates = row_updates(job, {key for rows in joined for key in rows.keys})
         transaction.write_many(updates, joined=joined)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -21,7 +21,7 @@ from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.shards import KeyShare, Shard
 from cnr_store.segment.writer import SegmentWriter
 from cnr_store.types import Rectangle, RowIds
-from cnr_store.write.baseline_rows import EncodedTable, encode_mirror, encode_table, is_fully_mirrored, scan_table
+from cnr_store.write.baseline_rows import EncodedTable, encode_mirror, is_fully_mirrored, scan_table
 from cnr_store.write.delta_rows import EncodedRows, TouchedTable, encode_alone, encode_delete, options_on_bad_rows
 from cnr_store.write.encode import EncodedList, RowUpdate, check_arrays, own_row_ids, refused_rows
 from cnr_store.write.joined_rows import EncodedRun, JoinedRows, StagedRuns, encode_groups, plan_rows
@@ -29,7 +29,7 @@ from cnr_store.write.keyed_mirrors import KeyedMirror
 from cnr_store.write.mirrors import Mirrors, apply_rows
 from cnr_store.write.schema_changes import SchemaChanges
 from cnr_store.write.schema_choice import checked_size, table_dtype
-from cnr_store.write.table_options import TableOptions
+from cnr_store.write.whole_tables import EncodedTables, TableValues, WholeTable, encode_tables
 from cnr_store.write.writer_state import SegmentDraft, WriterState
 
 
@@ -55,6 +55,12 @@ class PartWriter:
         for operation, row_list in lists.items():
             if row_list is not None:
                 entries[operation] = self.out.write_row_list(operation, row_list)
+
+    def write_joined(self, tables: EncodedTables, joined: EncodedList) -> None:
+        """Write all rows of tables that were encoded together, ``joined``."""
+        counts = [one.rectangle.num_rows for one in tables.tables]
+        written = self.out.write_small_lists("set", joined.row_list(is_fixed=True), counts) if counts else ()
+        self.entries.update({one.shard: {"set": line} for one, line in zip(tables.tables, written, strict=True)})
 
     def write_lists(self, changed: Mapping[Shard, Sequence[EncodedRows]], runs: Iterable[EncodedRun] = ()) -> None:
         """Write the row lists of a delta; a shard without any gets no object.
@@ -115,24 +121,16 @@ class StagedTables:
 
     # ---- what the caller gives
 
-    def encode_table(
-        self,
-        table: str,
-        values: Any,
-        slots: Mapping[str, Any],
-        options: TableOptions | None,
-        rectangle: Rectangle | None,
-    ) -> tuple[Shard, EncodedTable]:
-        """Encode every row of a table, or of one shard of it; nothing is put yet."""
-        shard, schema, place, arrays = self._begin_whole(table, values, slots, options, rectangle)
+    def encode_tables(self, given: Sequence[TableValues]) -> Iterator[EncodedTables]:
+        """Encode every row of tables, or of one shard of each, which are checked before; nothing is put yet."""
+        tables = [self._begin_whole(one) for one in given]
+        shards = [one.shard for one in tables]
+        if len({*shards}) < len(shards):
+            twice = next(shard for shard in shards if shards.count(shard) > 1)
+            raise BadInput(f"table {twice} is given twice in one call; give its rows at once", table=twice.table)
         mirrors = self._state.mirrors
-        return shard, encode_table(
-            table, schema, arrays,
-            allocate=None if mirrors.mode == "none" else mirrors.allocator(),
-            on_bad_rows=options_on_bad_rows(self._schemas.options_of(table)),
-            workers=self._state.setup.workers,
-            rectangle=place,
-        )  # fmt: skip
+        allocate = None if mirrors.mode == "none" else mirrors.allocator()
+        return encode_tables(tables, allocate=allocate, workers=self._state.setup.workers)
 
     def read_live(self, table: str, values: Any, slots: Mapping[str, Any], rectangle: Rectangle | None) -> bool:
         """Read every row of a declared table, or of one shard of it, into its mirror; False if it has no baseline."""
@@ -141,19 +139,19 @@ class StagedTables:
         mirrors = self._state.mirrors
         if mirrors.mode == "none" or not is_fully_mirrored(self._schemas.tables[table]):
             return False
-        shard, schema, place, arrays = self._begin_whole(table, values, slots, None, rectangle)
+        one = self._begin_whole(TableValues(table, values, slots, None, rectangle))
         workers = self._state.setup.workers
-        scan = scan_table(schema, arrays, allocate=mirrors.allocator(), workers=workers, rectangle=place)
+        scan = scan_table(
+            one.schema, one.arrays, allocate=mirrors.allocator(), workers=workers, rectangle=one.rectangle
+        )  # fmt: skip
         assert scan.mirror is not None  # it is mirrored
-        mirrors.stage(shard, scan.mirror, scan.mirror.digest(workers))
-        self._live[shard] = scan.bad_rows
+        mirrors.stage(one.shard, scan.mirror, scan.mirror.digest(workers))
+        self._live[one.shard] = scan.bad_rows
         return True
 
-    def _begin_whole(
-        self, table: str, values: Any, slots: Mapping[str, Any], options: TableOptions | None,
-        rectangle: Rectangle | None,
-    ) -> tuple[Shard, TableSchema, Rectangle, dict[str, Any]]:  # fmt: skip
-        """Check what is given of a whole table, and let its old mirror go; the arrays are by name."""
+    def _begin_whole(self, given: TableValues) -> WholeTable:
+        """Check what is given of a whole table, and let its old mirror go."""
+        table, values, slots = given.table, given.values, given.slots
         check_name(table)
         for name, array in slots.items():
             check_name(name)
@@ -167,26 +165,31 @@ class StagedTables:
                 f"table {table!r} exists; a delta takes its changed rows by write_rows(), or begin a baseline",
                 table=table,
             )
-        shard = self._state.setup.held.one_of(table, None, rectangle)
+        shard = self._state.setup.held.one_of(table, None, given.rectangle)
         self._check_first(shard)
         dtype = table_dtype(values, table)
         if len(values.shape) != 2 or values.shape[1] < 1:
             raise BadShape(f"table {table!r} has shape {tuple(values.shape)}; expected (num_rows, dim)", table=table)
         checked_size(table, "rows", values.shape[0], dim=values.shape[1])
-        schema = self._schemas.whole(table, values, dtype, slots, options)
+        schema = self._schemas.whole(table, values, dtype, slots, given.options)
         place = shard.rectangle_in(schema)
-        arrays = check_arrays(table, array_specs(schema, place.columns), place.num_rows, values, slots)
+        specs = array_specs(schema, place.columns)
+        arrays = check_arrays(table, specs, place.num_rows, values, slots)
         mirrors = self._state.mirrors
         if shard in mirrors and self._state.is_synced and table in self._schemas.before:
             # The new codes take the old mirror's place in memory only if the old ones can be given up.
             mirrors.release_for_baseline(shard)
-        return shard, schema, place, arrays
+        return WholeTable(shard, schema, place, specs, arrays, options_on_bad_rows(self._schemas.options_of(table)))
 
-    def put_table(self, shard: Shard, whole: EncodedTable) -> None:
-        """Put an encoded table. Blocks. After an error some of its objects are there: the transaction must end."""
-        self._schemas.tables[shard.table], self._digests[shard] = whole.schema, whole.digest
-        self._whole[shard] = whole
-        self._parts.write_table(shard, whole)
+    def put_tables(self, tables: EncodedTables) -> None:
+        """Put encoded tables. Blocks. After an error some of their objects are there: the transaction must end."""
+        for one, whole in zip(tables.tables, tables.encoded, strict=True):
+            self._schemas.tables[one.shard.table], self._digests[one.shard] = whole.schema, whole.digest
+            self._whole[one.shard] = whole
+            if tables.joined is None:
+                self._parts.write_table(one.shard, whole)
+        if tables.joined is not None:
+            self._parts.write_joined(tables, tables.joined)
 
     def stage_rows(self, updates: Sequence[RowUpdate], joined: Sequence[JoinedRows] = ()) -> list[int]:
         """Encode touched rows of tables against their mirrors; returns how many of each update the segment will hold.

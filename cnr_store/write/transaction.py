@@ -20,6 +20,7 @@ from cnr_store.write.joined_rows import JoinedRows
 from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.staged_segment import StagedSegment
 from cnr_store.write.table_options import TableOptions
+from cnr_store.write.whole_tables import TableValues
 from cnr_store.write.writer_state import CommitKind, SegmentDraft, WriterState
 
 
@@ -153,14 +154,9 @@ class Transaction:
             create(table, dim=dim, options=options, dtype=dtype, slots=slots or {}, sample=sample)
 
     def write_table(
-        self,
-        table: str,
-        values: Any,
-        *,
-        slots: Mapping[str, Any] | None = None,
-        options: TableOptions | None = None,
+        self, table: str, values: Any, *, slots: Mapping[str, Any] | None = None, options: TableOptions | None = None,
         rectangle: Rectangle | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Write every row of a table: in a ``baseline``, or as a new table of a delta. Blocks until it is written.
 
         With a placement: every row of one shard of it, whose table was declared or stays stored as it was.
@@ -181,14 +177,21 @@ class Transaction:
         StorageFailure
             The transaction is over, as after `abort`.
         """
+        self.write_tables([TableValues(table, values, slots or {}, options, rectangle)])
+
+    def write_tables(self, tables: Sequence[TableValues]) -> None:
+        """Write every row of many tables, each as by `write_table`; small ones are encoded together. Blocks.
+
+        After `NonFiniteValues` other tables of the call may be written; after other kinds of `BadInput` none is.
+        """
         self._check_open()
-        shard, encoded = self._staged.tables.encode_table(table, values, slots or {}, options, rectangle)
-        try:
-            self._staged.tables.put_table(shard, encoded)
-        except BaseException:
-            # Some of its objects are there and some are not: nothing can be put in their place.
-            self.abort()
-            raise
+        for encoded in self._staged.tables.encode_tables(tables):
+            try:
+                self._staged.tables.put_tables(encoded)
+            except BaseException:
+                # Some of their objects are there and some are not: nothing can be put in their place.
+                self.abort()
+                raise
 
     def read_live(
         self, table: str, values: Any, *, slots: Mapping[str, Any] | None = None, rectangle: Rectangle | None = None

@@ -27,7 +27,7 @@ PUBLIC = {
     + """
         Snapshot Store TableOptions TableView Transaction Writer ChunkCache LogReport CacheCounts
         ScaleChoice expected_restores
-        Ranks Shard KeyShare key_owners Rectangle Declaration RowUpdate
+        Ranks Shard KeyShare key_owners Rectangle Declaration RowUpdate TableValues
         verify_store VerifyReport Problem
         repair_store RepairReport RepairAction
         maintain MaintenanceReport StageReport Stage
