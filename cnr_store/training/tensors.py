@@ -6,8 +6,10 @@ nothing here needs memory for a whole table.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Literal
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -77,6 +79,12 @@ def as_array(tensor: torch.Tensor) -> Array:
     return host.view(shared).numpy().view(stored)
 
 
+@cache
+def _array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """The dtype of `as_array`."""
+    return as_array(torch.empty(0, dtype=dtype)).dtype
+
+
 def as_tensor(array: Array, dtype: str) -> torch.Tensor:
     """Return a tensor of logical ``dtype`` that shares the memory of a stored array."""
     for torch_dtype, (shared, _, logical) in _CARRIERS.items():
@@ -125,7 +133,7 @@ class TensorRows:
         self._tensor = tensor.detach()
         self.shape: tuple[int, ...] = tuple(self._tensor.shape)
         self.ndim = self._tensor.ndim
-        self.dtype = as_array(self._tensor[:0]).dtype
+        self.dtype = _array_dtype(tensor.dtype)
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -19,6 +19,7 @@ from cnr_store.types import RowIds
 from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.table_options import TableOptions
 from cnr_store.write.transaction import Transaction
+from cnr_store.write.whole_tables import TableValues
 
 Resolve = Callable[[MetadataIndex], torch.Tensor]
 """Returns the tensor of an item: the local shard, on any device."""
@@ -54,8 +55,9 @@ def write_whole(txn: Transaction, share: RankShare, resolve: Resolve, options: O
             tables.setdefault(one.table, []).append(given[-1][1])
 
     def put() -> None:
-        for one, declared in given:
-            txn.write_table(one.table, declared.values, slots=declared.slots, rectangle=one.rectangle)
+        txn.write_tables([
+            TableValues(one.table, declared.values, declared.slots, rectangle=one.rectangle) for one, declared in given
+        ])  # fmt: skip
 
     together(ranks, declare)
     txn.declare_tables(tables)
