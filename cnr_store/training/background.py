@@ -226,10 +226,11 @@ def _write_and_commit(job: SaveJob) -> None:
             transaction.put_document(name, encoded())
         if job.read is None:
             declare(transaction, job.whole.values() if job.declares else None, job.drops)
-        transaction.write_tables([
-            TableValues(one.key.table, TensorRows(one.weight), _slot_rows(one), rectangle=one.key.rectangle)
-            for one in job.whole.values()
-        ])  # fmt: skip
+        if job.whole:
+            transaction.write_tables([
+                TableValues(one.key.table, TensorRows(one.weight), _slot_rows(one), rectangle=one.key.rectangle)
+                for one in job.whole.values()
+            ])  # fmt: skip
         joined = joined_rows(job)
         updates = row_updates(job, {key for rows in joined for key in rows.keys})
         transaction.write_many(updates, joined=joined)
