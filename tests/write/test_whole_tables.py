@@ -125,7 +125,7 @@ def written(tables: list[TableValues], *, together: bool) -> Store:
     return store
 
 
-def test_a_store_of_tables_written_together_has_the_states_of_tables_written_alone() -> None:
+def test_tables_written_together_have_the_states_of_those_written_alone() -> None:
     random = np.random.default_rng(0)
     given = []
     for number, rows in enumerate([3, 100, 0, 20_000, 40, 9]):
