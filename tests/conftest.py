@@ -50,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 _LOADERS = "its data loaders draw from generators of the CPU, which torch refuses on another default device"
 _PROCESSES = "it trains in processes of its own, on the CPU whatever the device"
 ON_THE_CPU = {
-    "test_reader.py": _LOADERS, "test_reader_intervals.py": _LOADERS, "test_redistribution.py": _LOADERS,
+    "test_reader.py": _LOADERS, "test_reader_intervals.py": _LOADERS, "test_reader_shares.py": _LOADERS,
     "test_resume_generators.py": _LOADERS, "test_attach_docs.py": _PROCESSES, "test_recipes_docs.py": _LOADERS,
     "test_ranks.py": _PROCESSES, "test_ranks_killed.py": _PROCESSES, "test_ranks_recover.py": _PROCESSES,
     "test_partial_recovery.py": _PROCESSES, "test_killed.py": _PROCESSES, "test_sharded.py": _PROCESSES,

@@ -1,4 +1,4 @@
-"""The keys of a store's objects (spec, section 2). Pure, no I/O."""
+"""The keys of a store's objects, and which names are allowed in them (spec, section 2). Pure, no I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Append to the commit log, which alone changes what readers see (spec, sections 3 and 7).
+"""Append to the commit log, and read back after a lost answer. It alone changes what readers see (spec, 3 and 7).
 
 A position is created exclusively and never deleted or overwritten. So plain GETs find the newest version, and an
 occupied position is final. This module knows nothing about tables or segments. It must never send different bytes to a

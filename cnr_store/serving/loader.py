@@ -1,4 +1,4 @@
-"""Tables of the newest state in memory, which an inference server looks rows up in.
+"""Opens a store, keeps tables of its newest state in memory, and follows it: an inference server looks rows up in it.
 
 One thread at a time polls for new versions: it reads the next commit records, stores the changed rows next to the
 served ones, and publishes them by swapping a pointer. Lookups never wait for it. After an error the present version

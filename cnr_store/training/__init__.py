@@ -26,7 +26,7 @@ from cnr_store.training.precision.calibrating import Calibration, Trial, calibra
 from cnr_store.training.precision.rate_control import RateStatus, ScaleChange, TableRate
 from cnr_store.training.ranks import ProcessRanks
 from cnr_store.training.reader import IntervalReader, reader_states_for
-from cnr_store.training.redistribution import share_evenly
+from cnr_store.training.reader_shares import share_evenly
 from cnr_store.training.save_interval import SaveInterval, SaveMeasure
 from cnr_store.training.survivor import Survivor
 

@@ -1,4 +1,4 @@
-"""The options of a manager, in records that check their values, and options by table."""
+"""The options of a manager, such as what a save that is due does while another runs; and options by table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step decides: whether a save is due, whether it can begin now, and whether the training must end.
+"""What a step decides: is a save due, do reader and optimizer let it begin, and must the training end.
 
 The step itself and the reader's state after it are the `TrainingPosition`. A SIGTERM ends the training (`StopSignal`).
 """

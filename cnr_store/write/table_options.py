@@ -1,4 +1,4 @@
-"""How a table is stored: the options that a user gives, before a scale is chosen.
+"""How a table is stored, and whether its NaNs are refused: the options that a user gives, before a scale is chosen.
 
 The record checks its values when it is made. What depends on the table's dtype is checked later, by
 `cnr_store.write.schema_choice.check_options`.

@@ -1,4 +1,4 @@
-"""Plan a collection from the logs, a listing, folder ages, leases, cursors and the time. Pure.
+"""Plan a collection: which versions expire, which segments they give up, and when these may be deleted. Pure.
 
 Two rules make deletion safe (spec, annex F). First, a record in every log to which the segment could be committed
 marks the segment for deletion (the field ``aborted``). Second, the segment is deleted only if no live version of any
