@@ -64,7 +64,7 @@ SegmentName = Annotated[str, Meta(pattern=SEGMENT_PATTERN)]
 
 KeyPath = Annotated[str, Meta(pattern=PATH_PATTERN)]
 Name = Annotated[str, Meta(min_length=1, max_length=1024, pattern=rf"^[^\x00-\x1f\x7f]+{_END}")]
-"""A table, slot, tensor, tag, channel or branch; its length, at most 1,024 bytes of UTF-8, is checked by `layout.check_name`."""
+"""Table, slot, tensor, tag, channel or branch; `layout.check_name` checks its length: at most 1,024 bytes of UTF-8."""
 
 ArrayName = Annotated[str, Meta(pattern=rf"^([a-z0-9_]+|slots/[^\x00-\x1f\x7f]+){_END}")]
 """An array of a group: ``rows``, ``codes``, ``slots/<slot>`` ...; an array of dense tensors has its dtype as name."""
