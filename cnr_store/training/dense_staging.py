@@ -247,7 +247,7 @@ class DenseStaging:
 
     def _memory_for(self, name: str, tensor: torch.Tensor) -> _DenseCopy:
         kept, is_plain = self._kept.get(name), _is_plain(tensor)
-        if kept is not None and is_plain:
+        if kept is not None and kept.is_plain and is_plain:
             held = kept.tensor
             if held.dtype is tensor.dtype and held.shape == tensor.shape:
                 return kept

@@ -105,6 +105,17 @@ def test_the_first_copy_is_made_at_once_and_later_ones_by_the_next_step(
     assert staged.waited_s > 0
 
 
+class Own(torch.Tensor):
+    """Of a class that is not torch's, as DTensor is."""
+
+
+def test_a_tensor_that_takes_the_place_of_one_of_another_class_is_copied(staging: DenseStaging) -> None:
+    for step, kind in enumerate((Own, torch.Tensor, torch.Tensor, Own, Own)):
+        tensor = torch.full((3,), float(step)).as_subclass(kind)
+        staged = staging.stage({"first": tensor}, (), step)
+        assert values(staged) == {"first": {step}}
+
+
 @pytest.mark.parametrize("writes", ["in place", "through .data", "through numpy"])
 def test_what_changes_between_steps_is_always_copied_at_the_stall(
     staging: DenseStaging, model: Counted, optimizer: Counting, writes: str
