@@ -95,10 +95,14 @@ def find_keys(slots: Slots, keys: Keys, out: npt.NDArray[np.int64]) -> int:
         place = slots[at, 1]
         # The key is written before its position is; read the other way round, it is the key of this position.
         load_fence()
-        while place != 0 and slots[at, 0] != key:
+        probes = 0
+        while place != 0 and slots[at, 0] != key and probes < mask:  # slots that are being rewritten may all be taken
             at = (at + 1) & mask
             place = slots[at, 1]
             load_fence()
+            probes += 1
+        if slots[at, 0] != key:
+            place = 0
         out[i] = place - _FIRST if place > _REMOVED else MISSING
         missing += 1 if place <= _REMOVED else 0
     return missing

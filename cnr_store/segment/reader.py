@@ -249,8 +249,12 @@ class SegmentReader:
         """Return whether a read of chunk ``index`` will most likely find it decoded; no I/O."""
         return self.shared.holds(self.name, entry, entry.stored_chunk(index))
 
-    def read_chunk(self, entry: ArrayEntry, index: int, scratch: Scratch) -> npt.NDArray[Any]:
+    def read_chunk(
+        self, entry: ArrayEntry, index: int, scratch: Scratch, *, asked: int | None = None
+    ) -> npt.NDArray[Any]:  # fmt: skip
         """Return the entry's rows in its chunk ``index``, by ascending row id, in ``scratch``'s memory if they can be.
+
+        ``asked``: how many of them the caller needs, if not all: a chunk is kept until all its rows were asked for.
 
         Codes that are stored in the order of a slot take that slot's chunk too: one object more.
         """
@@ -258,21 +262,23 @@ class SegmentReader:
         skipped = max(0, entry.start - entry.stored_chunk(index) * entry.chunk_rows)
         real = arrays.real_rows(entry, index)
         decode: Decode = partial(self._decode, entry, index)
-        if high - low < real and not isinstance(self._keeper, ChunkCache):  # which keeps whole chunks itself
-            decode = partial(self._decode_shared, entry, index, decode)
+        asked = high - low if asked is None else asked
+        if asked < real and not isinstance(self._keeper, ChunkCache):  # which keeps whole chunks itself
+            decode = partial(self._decode_shared, entry, index, asked, decode)
         if self._keeper is None:
             chunk = decode(scratch)
         else:
             chunk = self._keeper.read(self.name, entry, entry.stored_chunk(index), scratch, decode)
         return chunk[skipped : skipped + high - low]
 
-    def _decode_shared(self, entry: ArrayEntry, index: int, decode: Decode, scratch: Scratch) -> npt.NDArray[Any]:
+    def _decode_shared(
+        self, entry: ArrayEntry, index: int, asked: int, decode: Decode, scratch: Scratch
+    ) -> npt.NDArray[Any]:  # fmt: skip
         """A chunk with rows of other lists: kept until all its rows were asked for, as far as there is room."""
         stored = entry.stored_chunk(index)
         chunk = self.shared.read(self.name, entry, stored, scratch, decode)
-        low, high = entry.span(index)
         key = entry.path, stored
-        self._given[key] += high - low
+        self._given[key] += asked
         if self._given[key] >= len(chunk):
             del self._given[key]
             self.shared.drop(self.name, entry, stored)

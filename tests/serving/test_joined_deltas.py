@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from cnr_store import CorruptStore, Store, TableOptions
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.reader import SegmentReader
+from cnr_store.serving import Loader
 from cnr_store.serving.rows.memory import Memory
 from cnr_store.serving.rows.served_table import Overlay
 from cnr_store.serving.update import update_tables as updating
@@ -201,8 +203,8 @@ def test_wrong_rows_are_left_to_the_definition(store: Store, array: str, monkeyp
     expected = moves.found(together=False)
     real = SegmentReader.read_chunk
 
-    def wrong(self: SegmentReader, entry: Any, index: int, scratch: Any) -> Any:
-        chunk = real(self, entry, index, scratch)
+    def wrong(self: SegmentReader, entry: Any, index: int, scratch: Any, **asked: Any) -> Any:
+        chunk = real(self, entry, index, scratch, **asked)
         if entry.count == entry.shape[0] and entry.path.endswith(array):  # a whole chunk: read by the joined way alone
             chunk = chunk.copy()
             chunk[...] = 2**14 if array == "rows" else np.iinfo(chunk.dtype).max
@@ -219,3 +221,37 @@ def test_wrong_rows_are_left_to_the_definition(store: Store, array: str, monkeyp
     }
     changes = [change for change in found.changes.values() if isinstance(change, Overlay)]
     assert {*memory.live} == memory.blocks_of(array for change in changes for array in (change.ids, change.rows))
+
+
+def test_chunks_of_joined_and_other_tables_are_not_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk is dropped when all its rows were asked for, by whichever way."""
+    begun(store)
+    save(store, lambda txn: txn.delete_rows(NARROW[0], np.array([9])))  # from now on it goes alone
+    moves = Moves(store, ServeAs(), monkeypatch)
+    before = kept_bytes(moves)
+    save(store, touch(NARROW))
+
+    moves.found(together=True)
+
+    assert moves.alone == [NARROW[0]]
+    assert kept_bytes(moves) == before
+
+
+def kept_bytes(moves: Moves) -> int:
+    (reader, *_) = moves.consumer.known.values()
+    return reader.shared.nbytes  # which all readers share
+
+
+def test_joined_overlays_of_several_chunks_are_written_in_turn(store: Store, tmp_path: Path) -> None:
+    """Tables of two widths have two blocks for their overlays: both come back, and none is lost."""
+    begun(store)
+    with store.writer() as writer, Loader(store, [*NARROW, *WIDE], shared=str(tmp_path), publish="apply") as loader:
+        writer.restore()
+        for step in range(1, 12):
+            with writer.begin(step) as txn:
+                touch((*NARROW, *WIDE), step)(txn)
+            loader.poll()
+            loader.apply()
+            assert loader.version == store.head().record.v
+            if step > 6:
+                assert len([*tmp_path.glob("g*/*joined.overlays")]) <= 6

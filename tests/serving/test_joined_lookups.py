@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cnr_store.errors import BadRowIds, TableNotFound
+from cnr_store.runtime.key_index import KeyIndex
 from cnr_store.serving.rows.joined_lookups import LEAST_TABLES, JoinedLookups
 from cnr_store.serving.rows.lookups import Lookups, lookup_in
 from cnr_store.serving.rows.views import Publisher
@@ -73,6 +74,27 @@ def test_rows_of_many_tables_are_those_of_each(changed: bool) -> None:
         np.testing.assert_array_equal(found.missing[name], expected.missing[name])
         if name in together:
             np.testing.assert_array_equal(together[name], expected.rows[name])
+
+
+def test_an_overlay_that_is_rewritten_meanwhile_is_not_read_beyond_its_end() -> None:
+    """A reader that was stalled looks rows up in memory that has another overlay by now; then it looks again."""
+    view = published(changed=True).newest_view()[0]
+    ids, joined = ids_of(), JoinedLookups(view, list(TABLES))
+    for table in view.tables.values():
+        if table.overlay is not None:
+            table.overlay.index.slots[:, 1] += 1 << 40  # positions of a far larger overlay
+
+    expected = lookup_in(view, ids)
+
+    for name, rows in joined.read(ids).items():
+        np.testing.assert_array_equal(rows, expected.rows[name])
+
+
+def test_an_index_that_is_rewritten_meanwhile_ends_a_search() -> None:
+    index = KeyIndex.allocate(4)
+    index.slots[...] = 7  # every slot is taken: there is none at which a search for another key ends
+
+    assert index.find(np.array([5, 7])).tolist() == [-1, 5]
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,8 @@ class SharedTables(ServedTables):
         views = [view for view in (self.publisher.view, *staged_views(self.publisher)) if view is not None]
         if views:
             blocks = {path.name for path in self.files.path.iterdir() if path.name[0].isdigit()}
-            kept = [block for _, block in (*self.files._merged, *self.files._spare.values())]
+            spare = [block for _, blocks in self.files._spare.values() for block in blocks]
+            kept = [*(block for _, block in self.files._merged), *spare]
             assert max(Counter(block.name for block in kept).values(), default=0) <= 2
             assert all(block.name.endswith(".overlay") for block in kept)
             live = {self.files.ref_of(array).file for view in views for array in arrays_of(view)}

@@ -66,10 +66,13 @@ def places_in_range(start: int, stop: int, ids: RowIds, places: Places) -> int:
 
 @njit(nogil=True)
 def put_overlay_places(positions: Places, status: npt.NDArray[np.uint8], places: Places) -> None:
-    """Set the places of rows of an overlay (``positions`` >= 0 in it), or `ABSENT_PLACE` for absent ones."""
+    """Set the places of rows of an overlay (``positions`` >= 0 in it), or `ABSENT_PLACE` for absent ones.
+
+    Positions beyond it count as missing: its owner may have rewritten it meanwhile, and then the reader looks again.
+    """
     for i in range(len(positions)):
         at = positions[i]
-        if at >= 0:
+        if at >= 0 and at < len(status):
             places[i] = ABSENT_PLACE if status[at] == _ABSENT else -2 - at
 
 

@@ -29,13 +29,13 @@ from cnr_store.serving.rows.views import View
 LEAST_TABLES = 4
 """Fewer are looked up one by one."""
 
-_FIELDS = 9
+_FIELDS = 10
 _AHEAD = 8
 _INT64 = np.dtype(np.int64)
 
 Lines = npt.NDArray[np.int64]
-"""(n, 9), a line per table: address of the base rows, first row and the one after the last, bytes of a row, address of
-the fill; of the overlay the addresses of rows, status and index, and the slots of the index: 0 without an overlay."""
+"""(n, 10), a line per table: address of the base rows, first row and the one after the last, bytes of a row, address of
+the fill; of the overlay the addresses of rows, status and index, the slots of the index, its rows: 0 without one."""
 
 
 @njit(nogil=True)
@@ -66,7 +66,8 @@ def copy_rows(lines: Lines, counts: Any, ids: Any, places: Any, out: Any) -> int
         if lines[k, 8] > 0:
             find_keys(carray(int64s_at(lines[k, 7]), (lines[k, 8], 2)), ids[at:high], places[at:high])
         for i in range(at, high):
-            if lines[k, 8] > 0 and places[i] >= 0:
+            # As in `put_overlay_places`: not beyond the overlay, which may be rewritten meanwhile.
+            if lines[k, 8] > 0 and places[i] >= 0 and places[i] < lines[k, 9]:
                 position = places[i]
                 is_absent = carray(uint8s_at(lines[k, 6] + position), (1,))[0] == ABSENT
                 places[i] = fill if is_absent else lines[k, 5] + position * row_bytes
@@ -170,9 +171,10 @@ def _line_of(table: ServedTable) -> tuple[int, ...]:
     row_bytes = base.rows.shape[1] * base.rows.itemsize
     line = (_of_bytes(base.rows), base.start, base.stop, row_bytes, _of_bytes(base.kind.fill_row))
     if overlay is None:
-        return (*line, 0, 0, 0, 0)
+        return (*line, 0, 0, 0, 0, 0)
     index = overlay.index.slots
-    return (*line, _of_bytes(overlay.rows), address_of(overlay.status), address_of(index), len(index))
+    addresses = _of_bytes(overlay.rows), address_of(overlay.status), address_of(index)
+    return (*line, *addresses, len(index), len(overlay.rows))
 
 
 def _of_bytes(array: Array) -> int:

@@ -124,7 +124,7 @@ class SharedMemory(Memory):
         self._epochs: list[int] = []
         self._merged: list[tuple[int, _Block]] = []
         """What `recycle` was given: views from this epoch on do not have the block."""
-        self._spare: dict[str, tuple[int, _Block]] = {}
+        self._spare: dict[str, tuple[int, list[_Block]]] = {}
         """Blocks that no reader can have, by name, and the epoch from which on they were spare."""
         self._attempts: list[list[int]] = []
         self._is_current = False
@@ -309,22 +309,23 @@ class SharedMemory(Memory):
         ready = [one for one in self._merged if one[0] + _VIEWS_BETWEEN <= epoch]
         self._merged = [one for one in self._merged if one[0] + _VIEWS_BETWEEN > epoch]
         with self._guard:
-            gone = [name for name, (since, _) in self._spare.items() if since + _SPARE_VIEWS < epoch]
-            gone += [block.name for _, block in ready if block.name in self._spare]
-            old = [self._spare.pop(name)[1] for name in gone]
+            names = {block.name for _, block in ready}
+            gone = [name for name, (at, _) in self._spare.items() if name in names or at + _SPARE_VIEWS < epoch]
+            old = [block for name in gone for block in self._spare.pop(name)[1]]
             for merged_at, block in ready:
                 self.board.begin_merge(merged_at)  # readers of earlier views look again
-                self._spare[block.name] = (epoch, block)
+                self._spare.setdefault(block.name, (epoch, []))[1].append(block)
         for block in old:
             _unlink(block.path)
 
     def _spare_block(self, name: str, size: int) -> Array | None:
         """Return a block that was recycled, if there is one for ``size`` bytes that is not far too large."""
         with self._guard:
-            _, block = self._spare.get(name, (0, None))
-            if block is None or not size <= len(block.memory) <= 2 * size:
+            _, blocks = self._spare.get(name, (0, []))
+            block = next((one for one in blocks if size <= len(one.memory) <= 2 * size), None)
+            if block is None:
                 return None
-            del self._spare[name]
+            blocks.remove(block)
         if size > block.used:
             try:
                 _reserve(block, size)

@@ -116,12 +116,12 @@ def _is_plain(served: ServedTable) -> bool:
 def _applied(reader: SegmentReader, chunk: _Chunk, memory: Memory) -> dict[str, JoinedDelta]:
     """Return the overlays of the tables of a chunk, as pieces of joined arrays; without those that may be wrong."""
     group, number = chunk.group, chunk.number
+    counts = np.array([one.count for one in chunk.lists], np.int64)
     try:
-        rows = reader.read_chunk(group["rows"], number, Scratch())
-        codes = reader.read_chunk(group["codes"], number, Scratch())
+        rows = reader.read_chunk(group["rows"], number, Scratch(), asked=int(counts.sum()))
+        codes = reader.read_chunk(group["codes"], number, Scratch(), asked=int(counts.sum()))
     except CnrStoreError:
         return {}
-    counts = np.array([one.count for one in chunk.lists], np.int64)
     slots = np.array([slots_for(one.count) for one in chunk.lists], np.int64)
     count, begin = int(counts.sum()), number * group["rows"].chunk_rows
     ids, values, status, index = memory.allocate_together(
