@@ -340,6 +340,7 @@ def _targets_of(samples: Sequence[Float32s], bits: AffineBits) -> list[_AffineEr
         np.multiply(sample, np.float32(2.0**-exponent), out=joined[part])
     num_bins, ratio = REFERENCE_SETTINGS[bits]
     errors = row_errors(joined, Affine(bits, search="greedy", param_dtype="float16", num_bins=num_bins, ratio=ratio))
+    assert len(errors) == len(joined)  # of finite rows none is left out
     found = []
     for sample, part, exponent, most in zip(samples, parts, exponents, largest, strict=True):
         own = errors[part]

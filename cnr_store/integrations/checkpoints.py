@@ -83,7 +83,7 @@ def check_checkpoint(
     source: TrainingContent, *, tables: Sequence[str] | None = None, options: TableOptions | None = None
 ) -> None:
     """Raise if `import_checkpoint` cannot store a training in an empty store; as `check_import`."""
-    planned = _plan(source, tables)
+    planned = _plan(source, tables, options)
     check_planned(planned.file, planned.plan, options)
 
 
@@ -126,7 +126,7 @@ def import_checkpoint(
     Conflict, CommitStateUnknown, StorageFailure
     """
     found = source if isinstance(source, TrainingContent) else load_checkpoint(source)
-    planned = _plan(found, tables)
+    planned = _plan(found, tables, options)
     report = commit_import(
         store, planned.file, planned.plan, step=found.step or 0 if step is None else step, options=options,
         scalars=found.scalars, documents=planned.documents, leaf=leaf_of, replace=replace, progress=progress,
@@ -143,7 +143,9 @@ class _PlannedTraining:
     documents: dict[str, Any]
 
 
-def _plan(found: TrainingContent, patterns: Sequence[str] | None) -> _PlannedTraining:
+def _plan(
+    found: TrainingContent, patterns: Sequence[str] | None, options: TableOptions | None
+) -> _PlannedTraining:  # fmt: skip
     tensors = {name: _dense(name, value) for name, value in found.tensors.items()}
     tables = plan_import(TensorFile(tensors), patterns).tables
     slots: dict[str, dict[str, str]] = {}
@@ -168,7 +170,8 @@ def _plan(found: TrainingContent, patterns: Sequence[str] | None) -> _PlannedTra
     plan = ImportPlan(tables, slots, {}, tuple(name for name in tensors if name not in used))
     documents: dict[str, Any] = {}
     if described or found.extras:
-        documents = documents_of(described, layouts, {}, found.extras, RateDocument())
+        rate = RateDocument.by(dict.fromkeys(tables, options or TableOptions()))
+        documents = documents_of(described, layouts, {}, found.extras, rate)
     if found.reader is not None:
         documents[reader_name(0)] = reader_document(None, found.reader)
     return _PlannedTraining(TensorFile(tensors), plan, documents)

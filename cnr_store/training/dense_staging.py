@@ -252,7 +252,9 @@ class DenseStaging:
             if held.dtype is tensor.dtype and held.shape == tensor.shape:
                 return kept
         dtype = dense_dtype_name(tensor, name)
-        memory = torch.empty(tensor.shape, dtype=tensor.dtype) if is_plain else host_copy(tensor)
+        with torch.inference_mode(False):  # else no later save outside that mode may write into it
+            plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") if is_plain else None
+        memory = host_copy(tensor) if plain is None else plain
         return _DenseCopy(memory, as_array(memory), dtype, is_plain)
 
     def close(self) -> None:

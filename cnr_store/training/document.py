@@ -25,7 +25,8 @@ from cnr_store.training.reader import Stateful, capture_rng
 from cnr_store.training.shards import LocalShard, Slots
 from cnr_store.training.state import OtherState, StatePlan
 from cnr_store.training.tensors import leaf_of, slot_kind
-from cnr_store.write.table_options import SlotBits
+from cnr_store.write.schema_choice import asked_bits
+from cnr_store.write.table_options import SlotBits, TableOptions
 
 TRAINER = "trainer/0"
 PROGRESS = "progress/0"
@@ -80,6 +81,19 @@ class RateDocument(msgspec.Struct, frozen=True):
     calibrated: dict[str, Scale] = {}
     given: list[str] = []
     slot_bits: dict[str, SlotBits | dict[str, SlotBits]] = {}
+
+    @classmethod
+    def by(cls, options: Mapping[str, TableOptions]) -> RateDocument:
+        """Return what to say of tables that are stored anew by these options, by table."""
+        return cls(
+            bits={table: asked_bits(one) for table, one in options.items() if one.bits is not None},
+            given=sorted(table for table, one in options.items() if (one.max_error, one.scale) != (None, None)),
+            slot_bits={
+                table: dict(bits) if isinstance(bits, Mapping) else bits
+                for table, one in options.items()
+                if (bits := one.slot_bits) is not None
+            },
+        )
 
 
 class TrainerDocument(msgspec.Struct, frozen=True):

@@ -260,7 +260,7 @@ def share_live_state(
     told = together(training.control, describe)[recovery.source]
     sent = msgspec.convert(told["tensors"], list[_Sent])
     if source is None:
-        tensors = [torch.empty(one.shape, dtype=getattr(torch, one.dtype)) for one in sent]
+        tensors = [torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="cpu") for one in sent]
     for tensor in tensors:
         if tensor.numel():
             training.control.broadcast(as_array(tensor).reshape(-1).view(np.uint8), recovery.source)

@@ -82,7 +82,7 @@ def as_array(tensor: torch.Tensor) -> Array:
 @cache
 def _array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """The dtype of `as_array`."""
-    return as_array(torch.empty(0, dtype=dtype)).dtype
+    return as_array(torch.empty(0, dtype=dtype, device="cpu")).dtype
 
 
 def as_tensor(array: Array, dtype: str) -> torch.Tensor:

@@ -22,13 +22,14 @@ from cnr_store.format.document_tree import Default
 from cnr_store.format.documents import loads
 from cnr_store.format.layout import check_names
 from cnr_store.runtime.notebook import ShownReport
+from cnr_store.segment.codes import array_specs
 from cnr_store.store import Store
 from cnr_store.transfer.export_folder import open_export
 from cnr_store.transfer.exporting import METADATA_KEY
 from cnr_store.transfer.safetensors_file import Tensor, TensorFile, open_safetensors
 from cnr_store.types import JsonValue
-from cnr_store.write.encode import refused_rows
-from cnr_store.write.schema_choice import table_schema
+from cnr_store.write.encode import check_arrays, refused_rows
+from cnr_store.write.schema_choice import checked_shape, table_dtype, table_schema
 from cnr_store.write.table_options import TableOptions
 
 ImportProgress = Callable[[int, int], None]
@@ -190,11 +191,13 @@ def check_planned(file: TensorFile, plan: ImportPlan, options: TableOptions | No
     check_names([*plan.tables, *plan.dense])
     for table, tensor in plan.tables.items():
         values, slots = file.tensors[tensor], {name: file.tensors[of] for name, of in plan.slots.get(table, {}).items()}
-        table_schema(
-            table, options, num_rows=len(values.values), dim=values.values.shape[1],
-            dtype=values.dtype, sample=values.values,  # type: ignore[arg-type]
-            slots={name: slot.values for name, slot in slots.items()},
+        dtype = table_dtype(values.values, table)
+        num_rows, dim = checked_shape(values.values, table)
+        arrays = {name: slot.values for name, slot in slots.items()}
+        schema = table_schema(
+            table, options, num_rows=num_rows, dim=dim, dtype=dtype, sample=values.values, slots=arrays
         )  # fmt: skip
+        check_arrays(table, array_specs(schema), num_rows, values.values, arrays)
         if options.nonfinite == "refuse":
             _check_finite(table, [values, *slots.values()])
 

@@ -249,6 +249,13 @@ def checked_size(table: str, what: str, size: Any, *, dim: int = 1, least: int =
     return int(size)
 
 
+def checked_shape(values: Any, table: str) -> tuple[int, int]:
+    """Return the rows and columns of all values of a table; raises `BadShape` if it is no matrix or is too large."""
+    if len(values.shape) != 2 or values.shape[1] < 1:
+        raise BadShape(f"table {table!r} has shape {tuple(values.shape)}; expected (num_rows, dim)", table=table)
+    return checked_size(table, "rows", values.shape[0], dim=values.shape[1]), int(values.shape[1])
+
+
 def needs_sample(options: TableOptions, dtype: str) -> bool:
     """Return whether these options choose a scale on a sample of rows."""
     return encoding_name(options, dtype) == "lattice" and options.scale is None and options.max_error is None

@@ -28,7 +28,7 @@ from cnr_store.write.joined_rows import EncodedRun, JoinedRows, StagedRuns, enco
 from cnr_store.write.keyed_mirrors import KeyedMirror
 from cnr_store.write.mirrors import Mirrors, apply_rows
 from cnr_store.write.schema_changes import SchemaChanges
-from cnr_store.write.schema_choice import checked_size, table_dtype
+from cnr_store.write.schema_choice import checked_shape, table_dtype
 from cnr_store.write.whole_tables import EncodedTables, TableValues, WholeTable, encode_tables
 from cnr_store.write.writer_state import SegmentDraft, WriterState
 
@@ -168,9 +168,7 @@ class StagedTables:
         shard = self._state.setup.held.one_of(table, None, given.rectangle)
         self._check_first(shard)
         dtype = table_dtype(values, table)
-        if len(values.shape) != 2 or values.shape[1] < 1:
-            raise BadShape(f"table {table!r} has shape {tuple(values.shape)}; expected (num_rows, dim)", table=table)
-        checked_size(table, "rows", values.shape[0], dim=values.shape[1])
+        checked_shape(values, table)
         schema = self._schemas.whole(table, values, dtype, slots, given.options)
         place = shard.rectangle_in(schema)
         specs = array_specs(schema, place.columns)

@@ -414,3 +414,26 @@ def test_sparse_and_complex_tensors_are_refused(tmp_path: Path) -> None:
         torch.save({"x": tensor}, tmp_path / "x.pt")
         with pytest.raises(BadDtype):
             load_checkpoint(tmp_path / "x.pt")
+
+
+def test_a_resume_knows_by_which_options_an_import_stored_its_tables(tmp_path: Path) -> None:
+    """A regression: slots that were imported with fewer bits kept these, whatever the manager's options said."""
+    model = Recommender()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    train(model, [optimizer], range(1))
+    options = TableOptions(bits=4, slot_bits=2)
+    url = str(tmp_path / "store")
+    with Store.create(url, fsync=False) as store:
+        import_checkpoint(store, saved(tmp_path, optimizer, model), tables=TABLES, options=options)
+
+    kinds = []
+    for asked in (options, TableOptions(bits=4)):
+        with CheckpointManager(
+            url, model=model, optimizer=optimizer, options=asked, tracking=TrackingOptions(tables=TABLES)
+        ) as manager:
+            manager.restore()
+            report = manager.save()
+            assert report is not None
+            kinds.append(report.kind)
+
+    assert kinds == ["delta", "baseline"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,11 +19,11 @@ import safetensors.torch
 import torch
 
 from cnr_store import BadInput, Snapshot, Store, TableOptions, verify_store
-from cnr_store.errors import NonFiniteValues
+from cnr_store.errors import BadDtype, BadShape, NonFiniteValues
 from cnr_store.integrations.checkpoints import load_checkpoint
 from cnr_store.transfer import exporting, importing
 from cnr_store.transfer.exporting import export_snapshot
-from cnr_store.transfer.importing import ImportPlan, check_planned, import_tensors, plan_import
+from cnr_store.transfer.importing import ImportPlan, check_planned, commit_import, import_tensors, plan_import
 from cnr_store.transfer.safetensors_file import Tensor, TensorFile, TensorSpec, open_safetensors, write_safetensors
 from tests.support.snapshot_bytes import bytes_of
 from tests.tools.cli_runner import cnr
@@ -416,6 +417,30 @@ def test_the_check_of_an_import_names_the_first_bad_row_of_all_windows(monkeypat
     with pytest.raises(NonFiniteValues, match=r"row 500 of table 'w' \(and 2 more\)"):
         check_planned(file, ImportPlan({"w": "w"}, {"w": {"sum": "s"}}, {}, ()), None)
     check_planned(file, ImportPlan({"w": "w"}, {"w": {"sum": "s"}}, {}, ()), TableOptions(nonfinite="escape"))
+
+
+@pytest.mark.parametrize(
+    ("table", "slot"),
+    [
+        (np.zeros(4, np.float32), None),
+        (np.zeros((), np.float32), None),
+        (np.zeros((4, 2), np.int64), None),
+        (np.zeros((4, 0), np.float32), None),
+        (np.zeros((4, 2), np.float32), np.zeros(3, np.float32)),
+        (np.zeros((4, 2), np.float32), np.zeros((8, 2), np.float32)),
+    ],
+)
+def test_the_check_of_an_import_refuses_what_the_import_refuses(
+    tmp_path: Path, table: np.ndarray[Any, Any], slot: np.ndarray[Any, Any] | None
+) -> None:
+    given = {"w": table} if slot is None else {"w": table, "s": slot}
+    file = TensorFile({name: Tensor(str(array.dtype), array) for name, array in given.items()})
+    plan = ImportPlan({"w": "w"}, {"w": {"sum": "s"}} if slot is not None else {}, {}, ())
+    with Store.create(str(tmp_path / "s")) as store, pytest.raises((BadShape, BadDtype)) as refused:
+        commit_import(store, file, plan, step=0, options=None, scalars={}, replace=False, progress=None)
+
+    with pytest.raises(type(refused.value), match=re.escape(str(refused.value))):
+        check_planned(file, plan, None)
 
 
 # The safetensors reader and writer against the package itself.

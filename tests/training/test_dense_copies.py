@@ -116,6 +116,21 @@ def test_a_tensor_that_takes_the_place_of_one_of_another_class_is_copied(staging
         assert values(staged) == {"first": {step}}
 
 
+def test_copies_are_in_host_memory_whatever_the_default_device_is(staging: DenseStaging) -> None:
+    tensor = torch.full((3,), 2.0)
+    with torch.device("meta"):
+        staged = staging.stage({"first": tensor}, (), 1)
+    assert values(staged) == {"first": {2}}
+
+
+def test_memory_that_is_made_in_inference_mode_takes_later_copies(staging: DenseStaging) -> None:
+    tensor = torch.full((3,), 2.0)
+    with torch.inference_mode():
+        staging.stage({"first": tensor}, (), 1)
+    tensor += 1
+    assert values(staging.stage({"first": tensor}, (), 2)) == {"first": {3}}
+
+
 @pytest.mark.parametrize("writes", ["in place", "through .data", "through numpy"])
 def test_what_changes_between_steps_is_always_copied_at_the_stall(
     staging: DenseStaging, model: Counted, optimizer: Counting, writes: str

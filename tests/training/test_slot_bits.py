@@ -12,6 +12,8 @@ from torch import nn
 from cnr_store import Store, TableOptions
 from cnr_store.training import CheckpointManager, SaveReport
 from cnr_store.types import FloatBits, Lattice
+from tests.training.runs import grouped
+from tests.training.test_rate_control import step_of
 
 BITS_0, BITS_1, BITS_4, BITS_23 = (FloatBits(mantissa_bits=bits) for bits in (0, 1, 4, 23))
 
@@ -21,13 +23,16 @@ def url(tmp_path: Path) -> str:
     return str(tmp_path / "store")
 
 
-def saved(url: str, number: int, options: dict[str, Any]) -> SaveReport:
-    """Resume a training of one table with SparseAdam, train a step, save."""
+def saved(url: str, number: int, options: dict[str, Any], *, loss: float | None = None) -> SaveReport:
+    """Resume a training of one table with SparseAdam, train a step, save; with a loss the scale follows it."""
     torch.manual_seed(5)
     model = nn.Embedding(400, 8, sparse=True)
     optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.5)
-    with CheckpointManager(url, model=model, optimizer=optimizer, options=TableOptions(**options)) as manager:
+    chosen = grouped(options=TableOptions(**options), schedule="constant" if loss is None else "loss")
+    with CheckpointManager(url, model=model, optimizer=optimizer, **chosen) as manager:
         manager.restore()
+        for _ in range(0 if loss is None else 2000):  # it comes down to that and stays there
+            manager.report_loss(loss)
         rows = torch.randint(0, 400, (40,), generator=torch.Generator().manual_seed(number))
         model(rows).square().sum().backward()
         optimizer.step()
@@ -81,3 +86,14 @@ def test_slot_bits_that_the_checkpoint_meets_change_nothing(
 ) -> None:
     saved(url, 0, first)
     assert saved(url, 1, then).kind == "delta"
+
+
+def test_halvings_that_are_due_are_not_lost_to_other_slot_bits(url: str) -> None:
+    for number, loss in enumerate((1.0, 0.2)):
+        saved(url, number, {"bits": 4}, loss=loss)
+    before = step_of(Store.open(url).snapshot())
+
+    report = saved(url, 2, {"bits": 4, "slot_bits": 8}, loss=0.2)
+
+    assert report.kind == "baseline"
+    assert step_of(Store.open(url).snapshot()) == before / 4

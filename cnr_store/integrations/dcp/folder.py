@@ -107,7 +107,7 @@ def _whole(name: str, about: Mapping[str, Any], pieces: Sequence[tuple[tuple[int
     # Each element is there once, so the size is that of what was read.
     if sum(piece.numel() for _, piece in pieces) != math.prod(size):
         raise ValueError(f"pieces of tensor {name!r} are missing")
-    whole = torch.empty(size, dtype=pieces[0][1].dtype)
+    whole = torch.empty(size, dtype=pieces[0][1].dtype, device="cpu")
     for offset, piece in pieces:
         whole[tuple(slice(start, start + width) for start, width in zip(offset, piece.shape, strict=True))] = piece
     return whole

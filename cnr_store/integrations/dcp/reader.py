@@ -238,7 +238,9 @@ class CnrStorageReader(StorageReader):
             window = Rectangle((place.rows[0] + start, place.rows[0] + stop), place.columns)
             parts = {slot: one[start:stop] for slot, one in targets.items()}
             if not is_direct:
-                parts = {slot: torch.empty(part.shape, dtype=dtypes[slot]) for slot, part in parts.items()}
+                parts = {
+                    slot: torch.empty(part.shape, dtype=dtypes[slot], device="cpu") for slot, part in parts.items()
+                }  # fmt: skip
             arrays = {slot: as_array(part) for slot, part in parts.items()}
             slots = {slot: array for slot, array in arrays.items() if slot is not None}
             view.read_rectangle(window, values=arrays.get(None), slots=slots)

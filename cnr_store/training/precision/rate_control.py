@@ -283,7 +283,9 @@ class RateControl:
         options, before = self._options[table], document.slot_bits.get(table)
         if not keeps_slots(schema, replace(options, slot_bits=before), options):
             reason = f"slot_bits={options.slot_bits} is asked for now, not {before}"
-            self._pending[table] = Refinement("baseline", 0, self._width_anew(table), reason)
+            due = self._pending.get(table)
+            halvings = 0 if due is None else due.halvings
+            self._pending[table] = Refinement("baseline", halvings, self._width_anew(table), reason)
             logger.info("table %s: %s: %s", table, reason, _effect_of(self._pending[table]))
 
     def _follow_loss(self, ranks: Ranks, writer: Writer) -> None:
@@ -411,12 +413,11 @@ class RateControl:
 
     def document(self) -> RateDocument:
         """Return what the next checkpoint records, after `stage`."""
-        of_slots = ((table, options.slot_bits) for table, options in self._options.items())
         given = [t for t in sorted(self._options.keys() - self._calibrated.keys()) if not self._has_target(t)]
         return RateDocument(
             restores=self._restores, bits={**self._bits, **self._staged}, first_loss=self._staged_first,
             loss=self._loss, losses=self._losses, halved=self._halved_after(), calibrated=self._calibrated, given=given,
-            slot_bits={t: dict(b) if isinstance(b, Mapping) else b for t, b in of_slots if b is not None},
+            slot_bits=RateDocument.by(self._options).slot_bits,
         )  # fmt: skip
 
     def _halved_after(self) -> dict[str, int]:
