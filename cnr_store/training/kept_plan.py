@@ -228,7 +228,9 @@ class KeptPlan:
     ) -> frozenset[str]:
         """Return the tables of this rank that `needs_new_schema` finds: new ones, and those stored in another way."""
         shards = local.state.shards
-        judged = _Objects([local.documents, *schemas.values(), *options.values()], [[*schemas], [*options]])
+        held = [one.view if one.parameter is None else one.parameter for one in shards.values()]
+        dtypes = [tensor.dtype for tensor in held]
+        judged = _Objects([local.documents, *schemas.values(), *options.values()], [[*schemas], [*options], dtypes])
         if not judged.are(self._judged):
             self._judged = judged
             self._anew = frozenset(

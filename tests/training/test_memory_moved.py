@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from cnr_store import Store
 from cnr_store.errors import MemoryMoved
+from cnr_store.training import CheckpointManager
 from cnr_store_gpu import RowRequest, Staged, StagingBuffers
 from tests.training.runs import Training, assert_same, go_on, manager_of, uninterrupted
 
@@ -193,3 +196,17 @@ def test_a_dense_tensor_without_its_memory_is_not_saved(tmp_path: Path) -> None:
     give_back()
     manager.save()
     manager.close()
+
+
+def test_a_table_whose_dtype_changed_is_written_anew(tmp_path: Path) -> None:
+    """A save once compared the parameter's object alone, and failed for good."""
+    model = nn.EmbeddingBag(50, 4, sparse=True)
+    with CheckpointManager(tmp_path / "store", model=model) as manager:
+        manager.save()
+        model.half()
+        manager.tracker.mark_all("weight")
+        report = manager.save()
+
+    assert report is not None
+    assert report.kind == "baseline"
+    assert Store.open(str(tmp_path / "store")).snapshot().tables["weight"].dtype == "float16"
