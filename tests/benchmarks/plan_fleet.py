@@ -84,8 +84,8 @@ def most_full(work: Workload, cluster: Cluster, *, is_written_at_once: bool, sha
 class DocumentReads:
     """How often a rank reads each manifest of the chain in a restore, and its other GETs of small documents."""
 
-    manifests: float = 3.0
-    others: float = 13.0
+    manifests: float = 1.0
+    others: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
