@@ -1,4 +1,4 @@
-"""Decides from records which version a loader serves next, and how it gets there. Pure, no I/O."""
+"""Decides from records which version a loader should serve, and the plan that leads there. Pure, no I/O."""
 
 from __future__ import annotations
 

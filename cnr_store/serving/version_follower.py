@@ -1,4 +1,4 @@
-"""Brings a loader to the version that it should serve, record by record. The caller holds the loader's lock."""
+"""Brings a loader to the version to serve, record by record or straight to the newest. Its caller holds the lock."""
 
 from __future__ import annotations
 
