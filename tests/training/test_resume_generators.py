@@ -203,11 +203,12 @@ def at(step: int, place: str) -> Callable[[CheckpointManager, str], bool]:
 
 PLACES = {
     "first": at(0, "before"),
+    "early": at(3, "batch"),
     "inside": at(7, "batch"),
     "last": at(PER_EPOCH, "batch"),
     "ended": at(PER_EPOCH, "epoch"),
 }
-"""Before the first batch of a run, inside an epoch, at the last batch of one, behind its end."""
+"""Before the first batch of a run, inside the first epoch or another, at the last batch of one, behind its end."""
 
 
 def killed_at(place: str, make: Callable[[int], Loader], workers: int, wrap: Callable[[Loader], Any]) -> Trace:
@@ -237,9 +238,12 @@ def test_readers_that_fetch_ahead_draw_as_the_loader_does(
     assert killed_at(place, make, 0, wrap) == uninterrupted(make, 0)
 
 
+@pytest.mark.parametrize("place", ["early", "inside"])
 @pytest.mark.parametrize("make", [augmented, with_two])
-def test_a_dataset_that_draws_in_workers_resumes_with_their_generators(make: Callable[[int], Loader]) -> None:
-    assert killed_at("inside", make, 2, as_it_is) == uninterrupted(make, 2)
+def test_a_dataset_that_draws_in_workers_resumes_with_their_generators(
+    make: Callable[[int], Loader], place: str
+) -> None:
+    assert killed_at(place, make, 2, as_it_is) == uninterrupted(make, 2)
 
 
 @pytest.mark.parametrize("wrap", [as_it_is, granted, carrying])
