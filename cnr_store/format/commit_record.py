@@ -69,7 +69,7 @@ def encode_record(record: CommitRecord, extra: dict[str, Any] | None = None) -> 
 def sealed(document: dict[str, Any]) -> bytes:
     """Return the canonical bytes of a record's plain document, with its ``check`` computed."""
     check = xxhash.xxh3_128_hexdigest(canonical_json({**document, "check": ""}))
-    return msgspec.json.encode({**document, "check": check}, order="sorted")
+    return msgspec.json.encode({**document, "check": check}, order="sorted")  # as `canonical_json`, which has looked
 
 
 def decode_record(data: bytes, version: int) -> LogEntry:

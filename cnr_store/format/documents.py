@@ -65,7 +65,7 @@ def canonical_json(document: Any) -> bytes:
         If a number is not finite (JSON has no form for it).
     """
     data = msgspec.json.encode(document, order="sorted")
-    if b"null" in data:  # which a number that is not finite becomes
+    if b"null" in data:  # which a number that is not finite becomes: this call raises then, and None is no error
         json.dumps(msgspec.to_builtins(document), allow_nan=False)
     return data
 

@@ -6,6 +6,7 @@ move and slots are never freed, so a search during an insertion finds every key 
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 import numpy as np
@@ -91,18 +92,15 @@ def find_keys(slots: Slots, keys: Keys, out: npt.NDArray[np.int64]) -> int:
         if i + _AHEAD < count:
             prefetch(slots, _home(keys[i + _AHEAD], mask))
         key = keys[i]
-        at = _home(key, mask)
-        place = slots[at, 1]
+        home = _home(key, mask)
+        at, place = home, slots[home, 1]
         # The key is written before its position is; read the other way round, it is the key of this position.
         load_fence()
-        probes = 0
-        while place != 0 and slots[at, 0] != key and probes < mask:  # slots that are being rewritten may all be taken
+        while place != 0 and slots[at, 0] != key:
             at = (at + 1) & mask
-            place = slots[at, 1]
+            # Only slots that their owner rewrites meanwhile are all taken.
+            place = 0 if at == home else slots[at, 1]
             load_fence()
-            probes += 1
-        if slots[at, 0] != key:
-            place = 0
         out[i] = place - _FIRST if place > _REMOVED else MISSING
         missing += 1 if place <= _REMOVED else 0
     return missing
@@ -214,5 +212,5 @@ class KeyIndex:
 
 def slots_for(capacity: int) -> int:
     """Return how many slots an index with room for ``capacity`` keys has: a power of two. Pure."""
-    wanted = max(_LEAST_SLOTS, (3 * capacity + 4) // 2)  # `_SLOTS_PER_KEY` for each, and one more
+    wanted = max(_LEAST_SLOTS, math.ceil((capacity + 1) * _SLOTS_PER_KEY))
     return 1 << (wanted - 1).bit_length()

@@ -88,12 +88,14 @@ class RateDocument(msgspec.Struct, frozen=True):
         return cls(
             bits={table: asked_bits(one) for table, one in options.items() if one.bits is not None},
             given=sorted(table for table, one in options.items() if (one.max_error, one.scale) != (None, None)),
-            slot_bits={
-                table: dict(bits) if isinstance(bits, Mapping) else bits
-                for table, one in options.items()
-                if (bits := one.slot_bits) is not None
-            },
+            slot_bits=slot_bits_by(options),
         )
+
+
+def slot_bits_by(options: Mapping[str, TableOptions]) -> dict[str, SlotBits | dict[str, SlotBits]]:
+    """Return what options, by table, give for slots: `RateDocument.slot_bits`."""
+    given = ((table, one.slot_bits) for table, one in options.items())
+    return {table: dict(bits) if isinstance(bits, Mapping) else bits for table, bits in given if bits is not None}
 
 
 class TrainerDocument(msgspec.Struct, frozen=True):

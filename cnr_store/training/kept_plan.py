@@ -228,8 +228,7 @@ class KeptPlan:
     ) -> frozenset[str]:
         """Return the tables of this rank that `needs_new_schema` finds: new ones, and those stored in another way."""
         shards = local.state.shards
-        held = [one.view if one.parameter is None else one.parameter for one in shards.values()]
-        dtypes = [tensor.dtype for tensor in held]
+        dtypes = [(one.view if one.parameter is None else one.parameter).dtype for one in shards.values()]
         judged = _Objects([local.documents, *schemas.values(), *options.values()], [[*schemas], [*options], dtypes])
         if not judged.are(self._judged):
             self._judged = judged

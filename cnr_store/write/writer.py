@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, eq
@@ -330,10 +330,8 @@ class Writer(Closing):
             kind = "baseline"
         if kind == "delta":
             _ = self.snapshot
-        return {
-            "step": step, "kind": kind, "base": base, "is_synced": state.snapshot is not None,
-            "head": self.head.record.v, "txn": uuid.uuid4().hex,
-        }  # fmt: skip
+        request = _BeginRequest(step, kind, base, state.snapshot is not None, self.head.record.v, uuid.uuid4().hex)
+        return asdict(request)
 
     def _is_cut_anew(self) -> bool:
         """Whether some table has other column shards than in the store, and a slot that exists once per shard."""

@@ -226,11 +226,8 @@ class SmallCopies:
     def joined(self, as_array: Callable[[torch.Tensor], npt.NDArray[Any]]) -> list[JoinedCopies]:
         """Return the copies of all tables, those of tables that are alike together; ``as_array`` as in `arrays_of`."""
         layout, chosen = self.layout, self._chosen
-        owners, tensors, starts = (
-            layout.owners[chosen],
-            layout.plain[chosen].tolist(),
-            _are_first(layout.groups[chosen]).nonzero()[0],
-        )
+        owners, tensors = layout.owners[chosen], layout.plain[chosen].tolist()
+        starts = _are_first(layout.groups[chosen]).nonzero()[0]
         found: dict[int, JoinedCopies] = {}
         for first, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(chosen)], strict=True):
             number, counts = int(layout.alike[owners[first]]), self._parts[first:stop, 1]

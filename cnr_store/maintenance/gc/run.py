@@ -62,7 +62,7 @@ MIN_GRACE_S = 3600.0
 MIN_ORPHAN_AGE_S = 86_400.0
 """Lowest orphan age without ``force``, in seconds; with a lower one a save in progress may fail."""
 
-_A_LOG = "a log of the store, of which nothing is deleted,"
+_A_LOG = "a log of the store"
 
 _PLANS = 50
 """Maximum number of plans of one run, if other writers commit first; the next run does the rest."""

@@ -16,7 +16,7 @@ from cnr_store.encodings.scale import ScaleChoice
 from cnr_store.errors import BadInput
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.ranks import Ranks, together
-from cnr_store.training.document import RateDocument
+from cnr_store.training.document import RateDocument, slot_bits_by
 from cnr_store.training.precision.measuring import ScaleMeter, step_of
 from cnr_store.training.save_interval import SaveInterval
 from cnr_store.training.shards import Holdings
@@ -417,7 +417,7 @@ class RateControl:
         return RateDocument(
             restores=self._restores, bits={**self._bits, **self._staged}, first_loss=self._staged_first,
             loss=self._loss, losses=self._losses, halved=self._halved_after(), calibrated=self._calibrated, given=given,
-            slot_bits=RateDocument.by(self._options).slot_bits,
+            slot_bits=slot_bits_by(self._options),
         )  # fmt: skip
 
     def _halved_after(self) -> dict[str, int]:
