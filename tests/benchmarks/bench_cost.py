@@ -30,7 +30,7 @@ import harness
 from drifting import DIM
 from models import MODELS, BenchModel, add_model_option, chosen_models, equal_tables
 from peers import FULL_PEERS, Cnr, Peer, Wait, assert_same
-from places import Place, local_disk, seaweed
+from places import PLACES_HELP, Place, chosen_places, local_disk
 from run_config import demo_config
 from trainee import Trainee
 
@@ -317,14 +317,8 @@ def _columns(kept: Sequence[Cost], *names: str) -> list[list[float]]:
 def run_peers(report: harness.Report, folder: Path, size: Size) -> None:
     """Everybody, at each place."""
     trainee = Trainee(size.model)
-    for name in size.places.split(","):
-        with contextlib.ExitStack() as stack:
-            here = Path(stack.enter_context(harness.data_folder(str(folder))))
-            if name == "disk":
-                place = local_disk(here)
-            else:
-                place = stack.enter_context(seaweed(here, None if name == "free" else float(name)))
-            measure_peers(report, _of_model(place, size), trainee, size)
+    for place in chosen_places(size.places.split(","), str(folder)):
+        measure_peers(report, _of_model(place, size), trainee, size)
 
 
 def run_chain(report: harness.Report, folder: Path, size: Size) -> None:
@@ -350,7 +344,7 @@ def main() -> None:
     parser = harness.arguments(__doc__, rows=1_000_000, repeats=FULL.repeats)
     add_model_option(parser)
     parser.add_argument("--sections", help=f"of {', '.join(SECTIONS)}; with a model {', '.join(OF_MODELS)} by default")
-    parser.add_argument("--places", help=f"of {', '.join(PLACES)}: a disk, SeaweedFS at so many Gbit/s or unthrottled")
+    parser.add_argument("--places", help=PLACES_HELP)
     options = parser.parse_args()
     sections = (options.sections or ",".join(OF_MODELS if options.model else SECTIONS)).split(",")
     size = QUICK if options.quick else replace(FULL, model=equal_tables(options.rows, DIM), repeats=options.repeats)

@@ -9,7 +9,6 @@ one with ``every_steps="auto"``, in turn.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
 import statistics
@@ -18,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import harness
 import torch
@@ -27,7 +25,7 @@ from drifting import DRIFT
 from frequency import SavePoint, seconds_between
 from models import add_model_option, chosen_model
 from peers import Cnr, DcpAsyncKept, Peer, TorchSave
-from places import Place, local_disk, seaweed
+from places import PLACES_HELP, Place, chosen_places
 from trained import Trained, TrainedTables, TrainedTrace
 
 from cnr_store_gpu import warmup
@@ -317,7 +315,7 @@ def main() -> None:
     """Measure."""
     parser = harness.arguments(__doc__, rows=0, repeats=FULL.repeats)
     add_model_option(parser, (TRACE, "zipf300/rowwise_adagrad"), (TRACE,))
-    parser.add_argument("--places", default="disk", help="disk, or SeaweedFS at so many Gbit/s, separated by commas")
+    parser.add_argument("--places", default="disk", help=PLACES_HELP)
     options = parser.parse_args()
     size = replace(QUICK if options.quick else FULL, repeats=options.repeats)
     makers: dict[str, Callable[[], Trained]] = {
@@ -330,20 +328,16 @@ def main() -> None:
     report.start()
     torch.set_num_threads(1)
     warmup()
-    for place_name in options.places.split(","):
-        with contextlib.ExitStack() as stack:
-            here = Path(stack.enter_context(harness.data_folder(options.folder)))
-            is_disk = place_name == "disk"
-            place = local_disk(here) if is_disk else stack.enter_context(seaweed(here, float(place_name)))
-            for model, make in makers.items():
-                what = f"{model}, {place.name}"
-                training = make()
-                measure_saves(place, training, QUICK)  # imports, compiled code and connections are there from then on
-                rounds, taken = measure_saves(place, training, size)
-                report_saves(report, what, rounds, taken, training.state.size_bytes)
-                del training  # memory for four others
-                block = max(3, round(size.block_s / statistics.median(taken.wall)))
-                measure_training(report, what, place, make, block, size.repeats)
+    for place in chosen_places(options.places.split(","), options.folder):
+        for model, make in makers.items():
+            what = f"{model}, {place.name}"
+            training = make()
+            measure_saves(place, training, QUICK)  # imports, compiled code and connections are there from then on
+            rounds, taken = measure_saves(place, training, size)
+            report_saves(report, what, rounds, taken, training.state.size_bytes)
+            del training  # memory for four others
+            block = max(3, round(size.block_s / statistics.median(taken.wall)))
+            measure_training(report, what, place, make, block, size.repeats)
     report.note(PUBLISHED)
     report.finish(options.json)
 

@@ -1,9 +1,10 @@
 """What grows with what: seconds, bytes, objects, requests and memory by rows, versions, tables and writers.
 
-``python tests/benchmarks/bench_growth.py [--sections rows,versions,tables,bags,writers] [--fsync]``. One thing grows
-at a time, the rows that a save touches stay the same number. Each section has a table, a plot, and the exponent b of
-the fit ``a * n^b`` (least squares of the logarithms): 0 does not grow, 1 grows in proportion. Requests and objects are
-counted at the storage. Files are not fsynced unless ``--fsync`` is given: a disk's flush would hide what grows.
+``python tests/benchmarks/bench_growth.py [--sections rows,versions,tables,places,bags,writers] [--fsync]``. One thing
+grows at a time, the rows that a save touches stay the same number. Each section has a table, a plot, and the exponent b
+of the fit ``a * n^b`` (least squares of the logarithms): 0 does not grow, 1 grows in proportion. Requests and objects
+are counted at the storage. Files are not fsynced unless ``--fsync`` is given: a disk's flush would hide what grows.
+``places`` compares many tables with one where a save is durable: on a disk that syncs, and on SeaweedFS.
 """
 
 from __future__ import annotations
@@ -16,17 +17,25 @@ from pathlib import Path
 import harness
 import numpy as np
 import torch
-from counting import REQUESTS
+from counting import REQUESTS, CountingStorage
 from growing import DIM, Growing, Trained, shared_saves
+from places import PLACES_HELP, chosen_places
 
-SECTIONS = ("rows", "versions", "tables", "bags", "writers")
+from cnr_store.storage import open_storage
+
+SECTIONS = ("rows", "versions", "tables", "places", "bags", "writers")
 TOUCHED = 100_000
 SAME = 1.2
 MANY_TABLES = 1.5
 """Goal of a delta of many tables, against one of as many rows of one table."""
+PLACED_TABLES = 300
 MANY_STALLED = 2.0
 """Goal of the stall of that delta, through a `CheckpointManager`."""
 COMMAND = "python tests/benchmarks/bench_growth.py"
+
+
+def _counted(folder: Path, name: str, *, fsync: bool) -> CountingStorage:
+    return CountingStorage(str(folder / name), fsync=fsync)
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
@@ -97,7 +106,8 @@ def by_versions(
 ) -> None:
     """Stores of one table after so many versions, with chains of one length."""
     stores = {
-        size: Growing(folder, f"versions{size}", 1, rows, touched=min(100, rows // 4), fsync=fsync) for size in sizes
+        size: Growing(_counted(folder, f"versions{size}", fsync=fsync), 1, rows, touched=min(100, rows // 4))
+        for size in sizes
     }
     for size, store in stores.items():
         store.grow_to(size, 10)
@@ -133,7 +143,8 @@ def by_tables(
     """Stores of so many tables with as many rows together, the touched rows spread over all of them."""
     touched = max(sizes) * 100
     stores = {
-        size: Growing(folder, f"tables{size}", size, rows // size, touched=touched, fsync=fsync) for size in sizes
+        size: Growing(_counted(folder, f"tables{size}", fsync=fsync), size, rows // size, touched=touched)
+        for size in sizes
     }
     sides: dict[str, Callable[[], object]] = {
         str(size): lambda store=store, size=size: store.commit(size)  # type: ignore[misc]
@@ -162,6 +173,27 @@ def by_tables(
     )  # fmt: skip
     for store in stores.values():
         store.close()
+
+
+def by_places(report: harness.Report, names: Sequence[str], folder: Path, tables: int, rows: int, repeats: int) -> None:
+    """A delta of 100 rows in each of so many tables against one of as many rows of one table, durable at each place."""
+    measured = []
+    for place in chosen_places(names, str(folder)):
+        many, one = (
+            Growing(open_storage(place.new(), storage_options=place.options), size, rows // size, touched=100 * tables)
+            for size in (tables, 1)
+        )
+        harness.alternating({"many": lambda: many.commit(tables), "one": one.commit}, repeats)  # noqa: B023
+        seconds = [store.seconds[-repeats:] for store in (many, one)]
+        low, middle, high = harness.spread([a / b for a, b in zip(*seconds, strict=True)])
+        report.add(
+            f"seconds of a delta of 100 rows in each of {tables} tables / as many of one table, {place.name}", middle,
+            goal=MANY_TABLES, low=low, high=high,
+        )  # fmt: skip
+        measured.append((place.name, *(statistics.median(each) for each in seconds)))
+        many.close()
+        one.close()
+    report.table("by places", ("place", f"{tables} tables, s", "one table, s"), measured)
 
 
 def by_bags(report: harness.Report, folder: Path, sizes: Sequence[int], repeats: int) -> None:
@@ -215,6 +247,7 @@ def main() -> None:
     parser.add_argument("--tables", type=int, nargs="+", default=[1, 26, 300, 1000])
     parser.add_argument("--writers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--touched", type=int, default=TOUCHED, help="rows of a save where rows or writers grow")
+    parser.add_argument("--places", default="disk,1", help=PLACES_HELP)
     parser.add_argument("--fsync", action="store_true")
     options = parser.parse_args()
     chosen = options.sections.split(",")
@@ -232,6 +265,9 @@ def main() -> None:
             by_versions(report, folder, options.versions, options.rows, options.repeats, fsync=options.fsync)
         if "tables" in chosen:
             by_tables(report, folder, options.tables, options.rows, options.repeats, fsync=options.fsync)
+        if "places" in chosen:
+            many = options.tables[-1] if options.quick else PLACED_TABLES
+            by_places(report, options.places.split(","), folder, many, options.rows, options.repeats)
         if "bags" in chosen:
             by_bags(report, folder, options.tables, options.repeats)
         if "writers" in chosen:

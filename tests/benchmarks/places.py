@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import harness
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.support.servers import S3Server, running_seaweed
 from tests.support.throttled_proxy import throttled_proxy
 
+PLACES_HELP = "separated by commas: disk, SeaweedFS at so many Gbit/s (1), or without a link (free)"
 _BUCKET = "cost"
 _PATIENT = {"read_timeout": 300, "connect_timeout": 60}
 """A slow answer is a figure and no failure."""
@@ -57,10 +59,14 @@ class Place:
         """Return the URL of something that is not there yet."""
         return f"{self.root}/{uuid.uuid4().hex[:12]}"
 
+    def sizes(self, url: str) -> dict[str, int]:
+        """Return the bytes of each object under ``url``, by its path."""
+        self.filesystem.invalidate_cache()
+        return {path: item["size"] for path, item in self.filesystem.find(url, detail=True).items()}
+
     def size_bytes(self, url: str) -> int:
         """Return the bytes of all objects under ``url``."""
-        self.filesystem.invalidate_cache()
-        return sum(item["size"] for item in self.filesystem.find(url, detail=True).values())
+        return sum(self.sizes(url).values())
 
     def remove(self, url: str) -> None:
         """Remove everything under ``url``."""
@@ -74,6 +80,20 @@ def local_disk(folder: Path) -> Place:
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
     return Place("local disk", str(folder), {}, scratch)
+
+
+def chosen_places(names: Iterable[str], folder: str) -> Iterator[Place]:
+    """Yield each named place in turn, in a new folder below ``folder``; it ends, and is removed, ahead of the next one.
+
+    Names are those of `PLACES_HELP`.
+    """
+    for name in names:
+        with contextlib.ExitStack() as stack:
+            here = Path(stack.enter_context(harness.data_folder(folder)))
+            if name == "disk":
+                yield local_disk(here)
+            else:
+                yield stack.enter_context(seaweed(here, None if name == "free" else float(name)))
 
 
 @contextlib.contextmanager

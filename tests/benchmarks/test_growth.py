@@ -4,6 +4,7 @@ import sys
 import bench_growth
 import numpy as np
 import pytest
+from counting import CountingStorage
 from growing import DIM, Growing, TiledRows, shared_saves
 
 
@@ -27,7 +28,7 @@ def test_tiled_rows_slice_like_the_array_that_they_stand_for():
 
 
 def test_requests_and_objects_of_a_save_do_not_grow_with_the_versions(tmp_path):
-    young, old = (Growing(tmp_path, name, 1, 2_000, touched=50) for name in ("young", "old"))
+    young, old = (Growing(CountingStorage(str(tmp_path / name)), 1, 2_000, touched=50) for name in ("young", "old"))
     old.grow_to(70, 3)
     young.grow_to(1, 3)
     for store in (young, old):
@@ -48,10 +49,11 @@ def test_each_writer_adds_its_own_objects_to_a_save(tmp_path):
 def test_a_small_run_prints_every_section(tmp_path, monkeypatch, capsys):
     target = tmp_path / "growth.json"
     sizes = "--sizes 20000 40000 --versions 2 4 --tables 1 3 --writers 1 2 --rows 2000 --touched 1000 --repeats 1"
-    arguments = [*sizes.split(), "--folder", str(tmp_path), "--json", str(target)]
+    monkeypatch.setattr(bench_growth, "PLACED_TABLES", 3)
+    arguments = [*sizes.split(), "--places", "disk,free", "--folder", str(tmp_path), "--json", str(target)]
     monkeypatch.setattr(sys, "argv", ["bench_growth.py", *arguments])
     bench_growth.main()
     document = json.loads(target.read_text())
     assert [table["title"] for table in document["tables"]] == [f"by {name}" for name in bench_growth.SECTIONS]
-    assert [plot["name"] for plot in document["plots"]] == list(bench_growth.SECTIONS)
+    assert [plot["name"] for plot in document["plots"]] == [name for name in bench_growth.SECTIONS if name != "places"]
     assert "requests of a poll" in capsys.readouterr().out

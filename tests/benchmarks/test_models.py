@@ -133,8 +133,8 @@ def test_saves_of_models_are_reported_beside_one_table_of_their_size(tmp_path, c
     report = harness.Report("models")
 
     found = bench_models.measure(local_disk(tmp_path), both, 8, 1)
-    bench_models.report_models(report, both, found)
+    bench_models.report_models(report, local_disk(tmp_path), both, 8, found)
 
-    assert [line.name.partition(",")[0] for line in report.lines] == ["small"] * 4
+    assert [line.name.partition(",")[0] for line in report.lines] == ["small"] * 5
     assert min(found["small"].objects) > 0
     assert "small, in one table" in capsys.readouterr().out
