@@ -56,7 +56,7 @@ Shape = dict[str, Any]
 class Training:
     """One rank: its rows of the tables of a model, its copy of a layer, and their optimizers."""
 
-    def __init__(self, shape: Shape, bits: int) -> None:
+    def __init__(self, shape: Shape, bits: int, threads: int | None) -> None:
         model = BenchModel(**shape)
         torch.manual_seed(dist.get_rank())
         self.tables = [PartialSums(max(WORLD, rows), dim, sparse=True) for rows, dim in model.tables]
@@ -68,6 +68,7 @@ class Training:
         tables = make_optimizer(model.optimizer, [table.weight for table in self.tables])
         self.optimizers = tables, torch.optim.Adagrad(self.top.parameters(), lr=0.05)
         self.options = TableOptions(bits=bits) if bits else TableOptions.exact()
+        self.threads = threads
 
     def manager(
         self, url: str, storage_options: Mapping[str, Any] | None = None, peers: PeerCopies | None = None
@@ -76,7 +77,7 @@ class Training:
         return CheckpointManager(
             url, model=self.model, optimizer=self.optimizers, options=self.options,
             save_policy=SavePolicy(rng=False), tracking=TrackingOptions(assume={"RowWiseAdagrad": "touched"}),
-            store_options=StoreOptions(threads=1, storage_options=storage_options, peers=peers),
+            store_options=StoreOptions(threads=self.threads, storage_options=storage_options, peers=peers),
         )  # fmt: skip
 
     def step(self, number: int) -> None:
@@ -106,10 +107,10 @@ def sum_over_ranks(*numbers: float) -> list[float]:
     return found
 
 
-def recover(folder: str, shape: Shape, bits: int, repeats: int) -> dict[str, list[list[float]]]:
+def recover(folder: str, shape: Shape, bits: int, threads: int | None, repeats: int) -> dict[str, list[list[float]]]:
     """Return, by whether all ranks begin anew, the seconds, CPU seconds and bytes of each recovery of all ranks."""
     url = f"{folder}/store"
-    training = Training(shape, bits)
+    training = Training(shape, bits, threads)
     manager = training.manager(url)
     for number in range(DELTAS + 1):
         training.step(number)
@@ -121,7 +122,7 @@ def recover(folder: str, shape: Shape, bits: int, repeats: int) -> dict[str, lis
     for name in ["partial", "full"] * (repeats + 1):  # a first round warms up
         survivor: Survivor | None = manager.survivor()
         if name == "full" or dist.get_rank() == 1:
-            training, survivor = Training(shape, bits), None
+            training, survivor = Training(shape, bits, threads), None
         manager = training.manager(url)
         dist.barrier()
         before, cpu, started = read_bytes(), time.process_time(), time.perf_counter()
@@ -135,13 +136,13 @@ def recover(folder: str, shape: Shape, bits: int, repeats: int) -> dict[str, lis
 
 
 def recover_from_peers(
-    url: str, storage_options: dict[str, Any], shape: Shape, bits: int, repeats: int
+    url: str, storage_options: dict[str, Any], shape: Shape, bits: int, threads: int | None, repeats: int
 ) -> dict[str, list[list[float]]]:
     """Return, by where the rows of rank 1 come from, the seconds and CPU seconds of each recovery of all ranks.
 
     And the bytes that came from a peer, that a rank keeps for others, and that its mirrors take.
     """
-    training, peers = Training(shape, bits), PeerCopies(memory_bytes=4 << 30)
+    training, peers = Training(shape, bits, threads), PeerCopies(memory_bytes=4 << 30)
     manager = training.manager(url, storage_options, peers)
     for number in range(DELTAS + 1):
         training.step(number)
@@ -158,7 +159,7 @@ def recover_from_peers(
         kept = survivor.copies if kept is None else kept
         survivor = replace(survivor, copies=kept if name == "peer" else {})
         if dist.get_rank() == 1:
-            training, survivor = Training(shape, bits), None
+            training, survivor = Training(shape, bits, threads), None
         manager = training.manager(url, storage_options, peers)
         dist.barrier()
         cpu, started = time.process_time(), time.perf_counter()
@@ -172,14 +173,16 @@ def recover_from_peers(
     return {name: taken[1:] for name, taken in found.items()}
 
 
-def save_with_copies(folder: str, shape: Shape, bits: int, repeats: int) -> dict[str, list[list[float]]]:
+def save_with_copies(
+    folder: str, shape: Shape, bits: int, threads: int | None, repeats: int
+) -> dict[str, list[list[float]]]:
     """Return, by whether peers get copies, what each delta cost.
 
     The longest stall of a rank, seconds until all ranks were done with it, CPU seconds of all ranks.
     """
     sides = {}
     for name, peers in (("copies", PeerCopies(memory_bytes=4 << 30)), ("none", None)):
-        training = Training(shape, bits)
+        training = Training(shape, bits, threads)
         sides[name] = training, training.manager(f"{folder}/{name}", peers=peers)
     found: dict[str, list[list[float]]] = {name: [] for name in sides}
     for number in range(repeats + 2):  # baselines, and deltas that warm up
@@ -269,7 +272,9 @@ def bench_cost(report: Report, options: argparse.Namespace, model: BenchModel) -
     table = []
     for name, bits in (("8 bits", 8), ("exact", 0)):
         with data_folder(options.folder) as folder:
-            found = on_ranks(WORLD, "bench_recovery", "recover", str(folder), asdict(model), bits, options.repeats)
+            found = on_ranks(
+                WORLD, "bench_recovery", "recover", str(folder), asdict(model), bits, options.threads, options.repeats
+            )  # fmt: skip
         for at, what in enumerate(("time", "CPU", "bytes")):
             add_ratio(report, f"{model.name}: {what}, partial / full, {name}", [*found.values()], at, GOAL)
         for way, taken in found.items():
@@ -285,7 +290,7 @@ def bench_peers(report: Report, options: argparse.Namespace, model: BenchModel) 
         for name, bits in (("8 bits", 8), ("exact", 0)):
             found = on_ranks(
                 WORLD, "bench_recovery", "recover_from_peers", place.new(), dict(place.options), asdict(model), bits,
-                options.repeats,
+                options.threads, options.repeats,
             )  # fmt: skip
             for at, what in enumerate(("time", "CPU")):
                 title = f"{model.name}: {what}, from a peer / from SeaweedFS at 1 Gbit/s, {name}"
@@ -303,7 +308,8 @@ def bench_copies(report: Report, options: argparse.Namespace, model: BenchModel)
     for name, bits in (("8 bits", 8), ("exact", 0)):
         with data_folder(options.folder) as folder:
             found = on_ranks(
-                WORLD, "bench_recovery", "save_with_copies", str(folder), asdict(model), bits, 4 * options.repeats
+                WORLD, "bench_recovery", "save_with_copies", str(folder), asdict(model), bits, options.threads,
+                4 * options.repeats,
             )  # fmt: skip
         for at, what in enumerate(("stall", "time", "CPU")):
             title = f"{model.name}: {what} of a save, peers get copies / none, {name}"
@@ -324,6 +330,7 @@ def main() -> None:
     parser = arguments(__doc__, rows=4_000_000, repeats=5)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, help="all by default; with a model all but quality")
     add_model_option(parser)
+    parser.add_argument("--threads", type=int, help="of each rank's store; default: those of the library")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--samples", type=int, default=0, help="clicks of each set; 0: all")
     options = parser.parse_args()
