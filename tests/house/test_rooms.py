@@ -17,6 +17,7 @@ from tests.support.rooms import (
     Import,
     arrows,
     call_name,
+    calls_in,
     floors,
     imports_in,
     imports_under,
@@ -141,9 +142,7 @@ def code_running_problems(source: str, file: Path) -> Iterator[str]:
     for found in imports_in(source, file):
         if found.module.split(".")[0] in CODE_RUNNING_FORMATS:
             yield str(found)
-    for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.Call):
-            continue
+    for node in calls_in(source, "load", "allow_pickle"):
         keywords = {kw.arg: kw.value.value for kw in node.keywords if isinstance(kw.value, ast.Constant)}
         loads = call_name(node) == "load" and ast.unparse(node.func) == "torch.load"
         if loads and keywords.get("weights_only") is not True:
@@ -227,8 +226,8 @@ def test_nothing_is_printed_outside_the_command_line() -> None:
         f"{file.name}:{node.lineno}"
         for folder in (LIBRARY, GPU)
         for file in sources(folder)
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Call) and call_name(node) in {"print", "write"}
+        for node in calls_in(file.read_text(), "print", "sys.stdout", "sys.stderr")
+        if call_name(node) in {"print", "write"}
         if ast.unparse(node.func) in {"print", "sys.stdout.write", "sys.stderr.write"}
     ]
 

@@ -5,24 +5,28 @@ from __future__ import annotations
 import ast
 import importlib
 import json
-import subprocess
-import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import mypy
 import pyarrow.parquet as pq
+import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.launcher import Launcher, Program
+
 STUBS = Path(mypy.__file__).parent / "typeshed" / "stdlib"
 SYSTEM_MODULES = ("os", "signal", "time", "errno", "select", "mmap")
 USED_BY_OTHERS = {"O_TMPFILE"}  # by the standard library for Linux
 NOT_ON_WINDOWS = ("fcntl", "grp", "pwd", "resource", "termios")
 # Packages come first: here they are those for Linux.
+PACKAGES = """
+    asyncio concurrent.futures importlib json multiprocessing subprocess
+    fsspec.implementations.memory numba numcodecs numpy pyarrow.parquet rich.console typer.testing zarr
+"""
 WITHOUT_POSIX = """
-import asyncio, concurrent.futures, importlib, json, multiprocessing, subprocess, sys
-import fsspec.implementations.memory, numba, numcodecs, numpy, pyarrow.parquet, rich.console, typer.testing, zarr
+import importlib, json, sys, typer.testing
 for module, names in json.loads(sys.argv[1]).items():
     for name in names:
         delattr(importlib.import_module(module), name)
@@ -62,18 +66,31 @@ def lacking_on_windows(module: str) -> list[str]:
     return sorted((absent - there - USED_BY_OTHERS) & set(dir(importlib.import_module(module))))
 
 
-def run(script: str, folder: Path) -> str:
+Run = Callable[[str], str]
+
+
+@pytest.fixture(scope="module")
+def with_packages() -> Iterator[Launcher]:
+    with closing(Launcher(*PACKAGES.split())) as started:
+        yield started
+
+
+@pytest.fixture
+def run(with_packages: Launcher, tmp_path: Path) -> Run:
+    """Runs a script where these calls are missing; returns what it prints."""
     names = {module: lacking_on_windows(module) for module in SYSTEM_MODULES}
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_POSIX + textwrap.dedent(script), json.dumps(names), json.dumps(NOT_ON_WINDOWS)],
-        cwd=folder, capture_output=True, text=True, check=False,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'gpu'}:{ROOT / 'tools'}", "NUMBA_CACHE_DIR": str(folder)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+
+    def run(script: str) -> str:
+        text = WITHOUT_POSIX + textwrap.dedent(script)
+        program = Program(["-c", text, json.dumps(names), json.dumps(NOT_ON_WINDOWS)])
+        (done,) = with_packages.run(program, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
 
 
-def test_a_store_is_read_where_posix_calls_are_missing(tmp_path: Path) -> None:
+def test_a_store_is_read_where_posix_calls_are_missing(run: Run) -> None:
     """Once `cnr_store.serving` could not be imported on Windows, which has no `os.register_at_fork`."""
     printed = run(
         """
@@ -88,14 +105,22 @@ def test_a_store_is_read_where_posix_calls_are_missing(tmp_path: Path) -> None:
             print(loader.lookup("t", [1]).shape)
         done = typer.testing.CliRunner().invoke(cnr_store_tools.cli.app, ["show", "memory://other-system"])
         print(done.exit_code)
-        """,
-        tmp_path,
+        """
     )
 
     assert printed.splitlines() == ["36.0", "(1, 4)", "0"]
 
 
-def test_changes_are_written_to_files_where_posix_calls_are_missing(tmp_path: Path) -> None:
+def test_a_compiled_kernel_is_kept_where_posix_calls_are_missing(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "kernel.py").write_text(
+        "from cnr_store.runtime import jit\n\n\n@jit.njit()\ndef plus_one(x):\n    return x + 1\n"
+    )
+
+    assert run("import kernel; print(kernel.plus_one(1))") == "2\n"
+    assert len(list((tmp_path / "__pycache__").glob("*.nbc"))) == 1
+
+
+def test_changes_are_written_to_files_where_posix_calls_are_missing(run: Run, tmp_path: Path) -> None:
     """Once `cnr changes --to parquet:` failed on Windows, without `os.O_NOFOLLOW`; links are refused there."""
     (tmp_path / "elsewhere").write_bytes(b"not mine")
     (tmp_path / "linked").mkdir()
@@ -129,8 +154,7 @@ def test_changes_are_written_to_files_where_posix_calls_are_missing(tmp_path: Pa
             write_parquet(changes(store), "files")
         except Conflict as error:
             print(error.kind)
-        """,
-        tmp_path,
+        """
     )
 
     assert printed.splitlines() == ["0", "7 True", "conflict"]
@@ -138,7 +162,7 @@ def test_changes_are_written_to_files_where_posix_calls_are_missing(tmp_path: Pa
     assert (tmp_path / "elsewhere").read_bytes() == b"not mine"
 
 
-def test_a_local_folder_is_refused_where_it_is_not_safe(tmp_path: Path) -> None:
+def test_a_local_folder_is_refused_where_it_is_not_safe(run: Run, tmp_path: Path) -> None:
     printed = run(
         """
         from cnr_store import Store, Unsupported
@@ -146,8 +170,7 @@ def test_a_local_folder_is_refused_where_it_is_not_safe(tmp_path: Path) -> None:
             Store.create("here")
         except Unsupported as error:
             print(error.kind, "object store" in str(error))
-        """,
-        tmp_path,
+        """
     )
 
     assert printed.split() == ["unsupported", "True"]

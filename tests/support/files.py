@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from tests.support.rooms import GPU, LIBRARY, REPOSITORY, TOOLS, sources
@@ -19,6 +20,7 @@ the rooms. This page is written by `python -m tests.support.files`.
 """
 
 
+@cache
 def purpose(file: Path) -> str:
     """Return the first paragraph of a module's docstring, on one line and as Markdown."""
     text = ast.get_docstring(ast.parse(file.read_text())) or ""

@@ -37,8 +37,13 @@ def is_module(dotted: str) -> bool:
     return any((root / path).is_dir() or (root / path).with_suffix(".py").is_file() for root in roots)
 
 
-def imports_in(source: str, file: Path) -> Iterator[Import]:
-    for node in ast.walk(ast.parse(source)):
+@cache
+def imports_in(source: str, file: Path) -> tuple[Import, ...]:
+    return tuple(_imports_of(ast.parse(source), file))
+
+
+def _imports_of(tree: ast.Module, file: Path) -> Iterator[Import]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(file, node.lineno, alias.name, ())
@@ -63,6 +68,13 @@ def imports_in(source: str, file: Path) -> Iterator[Import]:
                 yield Import(file, node.lineno, first.value, ())
 
 
+def calls_in(source: str, *words: str) -> list[ast.Call]:
+    """Every call of a source that has one of these words; of another one none, since to parse all of them takes long."""
+    if not any(word in source for word in words):
+        return []
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+
+
 def call_name(node: ast.Call) -> str:
     if isinstance(node.func, ast.Attribute):
         return node.func.attr
@@ -73,7 +85,6 @@ def sources(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.py"))
 
 
-@cache
 def imports_under(folder: Path) -> tuple[Import, ...]:
     return tuple(found for file in sources(folder) for found in imports_in(file.read_text(), file))
 
