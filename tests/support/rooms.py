@@ -69,7 +69,7 @@ def _imports_of(tree: ast.Module, file: Path) -> Iterator[Import]:
 
 
 def calls_in(source: str, *words: str) -> list[ast.Call]:
-    """Every call of a source that has one of these words; of another one none, since to parse all of them takes long."""
+    """Every call of a source that has one of these words. To parse those that have none would take long."""
     if not any(word in source for word in words):
         return []
     return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
