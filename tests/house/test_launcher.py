@@ -40,15 +40,17 @@ print(__name__, path.read_text(), "Fraction" in globals())
 
 
 def test_programs_end_as_an_interpreter_ends(plain: Launcher, tmp_path: Path) -> None:
-    """With the status that they give, after what is registered for the end, and with the traceback of an error."""
-    codes = ["raise SystemExit(3)", "import atexit; atexit.register(print, 'end')", "1 / 0"]
+    """With the status that they give, behind the end of their own objects, and with the traceback of an error."""
+    ending = "class Last:\n  __del__ = lambda self: print('gone')\nlast = Last()\n"
+    ending += "import atexit; atexit.register(print, 'end')"
+    codes = ["raise SystemExit(3)", ending, "1 / 0"]
     codes.append("import warnings; warnings.warn('is raised')")
     programs = [Program(["-W", "error", "-c", code]) for code in codes]
 
     ended = plain.run(*programs, folder=tmp_path)
 
     assert [one.returncode for one in ended] == [3, 0, 1, 1]
-    assert ended[1].stdout == "end\n"
+    assert ended[1].stdout == "end\ngone\n"
     assert "ZeroDivisionError" in ended[2].stderr
     assert "UserWarning: is raised" in ended[3].stderr
 

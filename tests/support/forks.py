@@ -7,16 +7,12 @@ process that has imported them, and still a child of the process of the tests, w
 from __future__ import annotations
 
 import ctypes
-import gc
-import importlib
 import json
 import os
 import runpy
 import socket
 import subprocess
 import sys
-import threading
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from types import SimpleNamespace
@@ -24,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.launcher import PATHS, REPOSITORY
+from tests.support.launcher import PATHS, REPOSITORY, import_for_forks
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: orphans among its descendants become its children
 _MOST_BYTES = 1 << 20
@@ -93,12 +89,7 @@ def _serve(line: socket.socket) -> dict[str, Any] | None:
 
 
 def main(descriptor: int, imported: Sequence[str]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in imported:
-            importlib.import_module(name)
-    assert threading.active_count() == 1, threading.enumerate()  # a fork would not have the others
-    gc.freeze()
+    import_for_forks(imported)
     with closing(socket.socket(fileno=descriptor)) as line:
         job = _serve(line)
     if job is not None:
