@@ -50,7 +50,8 @@ from cnr_store.maintenance.status import HeadStatus, LastMaintenance, StoreStatu
 from cnr_store.maintenance.verify import LogReport, Problem, VerifyReport, verify_store
 from cnr_store.read.compare import TableDifference, compare_tables
 from cnr_store.read.id_maps import IdMap, read_id_map
-from cnr_store.read.snapshot import Snapshot, TableView
+from cnr_store.read.snapshot import Snapshot
+from cnr_store.read.table_view import TableView
 from cnr_store.runtime.ranks import Ranks
 from cnr_store.segment.chunk_cache import CacheCounts, ChunkCache
 from cnr_store.segment.shards import KeyShare, Shard, key_owners

@@ -16,12 +16,15 @@ from numba import carray  # type: ignore[attr-defined]
 
 from cnr_store.encodings.kernels import (
     digest_block,
+    float_bits_decode,
     float_bits_delta,
     float_bits_encode,
+    lattice_decode,
+    lattice_decode_in_place,
     lattice_delta,
     lattice_encode,
 )
-from cnr_store.encodings.row_kernels import add_codes
+from cnr_store.encodings.row_kernels import add_codes, add_codes_wrapping, put_codes
 from cnr_store.runtime.addresses import float32s_at, int16s_at, int32s_at
 from cnr_store.runtime.jit import njit
 
@@ -31,6 +34,7 @@ CODE_BYTES = 4
 
 _compiled = njit(nogil=True, error_model="numpy")
 _INFINITE = np.int32(0x7F800000)
+_BLOCK_ROWS = 1024
 
 
 def parts_of(
@@ -164,25 +168,114 @@ def _keep_codes(part: Any, codes: Any, multipliers: Any, presence: Any) -> Any:
 
 
 @_compiled
-def add_to_mirrors(parts: Any, rows: Any, codes: Any, reached: Any) -> None:
-    """`add_codes` of int16 differences to the mirror of each table.
+def are_ascending(parts: Any, ends: Any, rows: Any, found: Any) -> None:
+    """Find out which tables have row ids that ascend from the first to the last that they must have.
+
+    Parameters
+    ----------
+    parts
+        A line per table, of which places in ``rows`` and numbers of rows count.
+    ends
+        int64 ``(num_tables, 2)``: the first and the last id.
+    rows
+        int64 ``(n,)``, row ids of all tables.
+    found
+        bool ``(num_tables,)``, overwritten.
+    """
+    for k in range(parts.shape[0]):
+        own = rows[parts[k, 0] : parts[k, 0] + parts[k, 1]]
+        is_sound = 0 < len(own) == parts[k, 1] and own[0] == ends[k, 0] and own[-1] == ends[k, 1]
+        for i in range(1, len(own)):
+            is_sound &= own[i] > own[i - 1]
+        found[k] = is_sound
+
+
+PUT, ADD, ADD_WRAPPING = 0, 1, 2
+"""What `move_mirrors` does with codes: `put_codes`, `add_codes`, `add_codes_wrapping`."""
+
+
+@_compiled
+def move_mirrors(parts: Any, moves: Any, rows: Any, codes: Any, reached: Any) -> None:
+    """Put or add codes in the mirror of each table.
 
     Parameters
     ----------
     parts
         A line per table, without an address of values.
+    moves
+        int8 ``(num_tables,)``: `PUT`, `ADD` or `ADD_WRAPPING`.
     rows, codes
-        int64 ``(n,)`` and int16 ``(n, d)``, of all tables.
+        int64 ``(n,)``, int16 or int32 ``(n, d)``, of all tables.
     reached
-        int64 ``(num_tables,)``, overwritten: what `add_codes` returns.
+        int64 ``(num_tables,)``, overwritten: what the kernel of the move returns.
     """
     d = codes.shape[1]
     for k in range(parts.shape[0]):
         start, size = parts[k, 0], parts[k, 5]
         stop = start + parts[k, 1]
         if parts[k, 4] == 2:
-            mirror = carray(int16s_at(parts[k, 3]), (size, d))
-            reached[k] = add_codes(mirror, rows[start:stop], parts[k, 6], codes[start:stop], 0)
+            narrow = carray(int16s_at(parts[k, 3]), (size, d))
+            reached[k] = _move(narrow, moves[k], rows[start:stop], parts[k, 6], codes[start:stop])
         else:
             wide = carray(int32s_at(parts[k, 3]), (size, d))
-            reached[k] = add_codes(wide, rows[start:stop], parts[k, 6], codes[start:stop], 0)
+            reached[k] = _move(wide, moves[k], rows[start:stop], parts[k, 6], codes[start:stop])
+
+
+@_compiled
+def _move(mirror: Any, move: Any, rows: Any, first: Any, codes: Any) -> Any:
+    if move == PUT:
+        return put_codes(mirror, rows, first, codes, 0)
+    if move == ADD:
+        return add_codes(mirror, rows, first, codes, 0)
+    return add_codes_wrapping(mirror, rows, first, codes)
+
+
+@_compiled
+def finish_mirrors(parts: Any, scales: Any, shift: int, multipliers: Any, presence: Any, found: Any) -> None:
+    """Decode the mirror of each table to float32, and sum its `digest_block`: both while a block is in the CPU's cache.
+
+    Parameters
+    ----------
+    parts
+        A line per table. The values are as many as the mirror has rows, and are overwritten; they may be the memory of
+        an int32 mirror. Without their address only the digest is computed.
+    scales
+        float32, one per table: of a lattice.
+    shift
+        Of float_bits; -1 of a lattice.
+    multipliers
+        uint64 ``(d,)``, the same for all tables.
+    presence
+        uint64, of the digest.
+    found
+        uint64 ``(num_tables,)``, overwritten.
+    """
+    d = len(multipliers)
+    for k in range(parts.shape[0]):
+        size = parts[k, 5]
+        if parts[k, 4] == 2:
+            narrow = carray(int16s_at(parts[k, 3]), (size, d))
+            found[k] = _finish(parts[k], narrow, scales[k], shift, multipliers, presence)
+        else:
+            wide = carray(int32s_at(parts[k, 3]), (size, d))
+            found[k] = _finish(parts[k], wide, scales[k], shift, multipliers, presence)
+
+
+@_compiled
+def _finish(part: Any, codes: Any, scale: Any, shift: Any, multipliers: Any, presence: Any) -> Any:
+    digest = np.uint64(0)
+    for low in range(0, len(codes), _BLOCK_ROWS):
+        block = codes[low : low + _BLOCK_ROWS]
+        digest += digest_block(block, part[6] + low, multipliers, presence)
+        if part[2] == 0:
+            continue
+        if shift >= 0:
+            bits = carray(int32s_at(part[2]), codes.shape)
+            float_bits_decode(block, shift, bits[low : low + _BLOCK_ROWS])
+            continue
+        values = carray(float32s_at(part[2]), codes.shape)
+        if part[2] == part[3]:
+            lattice_decode_in_place(values[low : low + _BLOCK_ROWS], scale)
+        else:
+            lattice_decode(block, scale, values[low : low + _BLOCK_ROWS])
+    return digest

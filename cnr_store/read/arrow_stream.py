@@ -19,7 +19,7 @@ from cnr_store.segment.codes import Array
 from cnr_store.types import RowIds
 
 if TYPE_CHECKING:
-    from cnr_store.read.snapshot import TableView
+    from cnr_store.read.table_view import TableView
 
 WINDOW_BYTES = 16 * 1024 * 1024
 """Bytes of rows in one batch."""

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.encodings.widths import to_float32
-from cnr_store.read.snapshot import Snapshot, TableView
+from cnr_store.read.snapshot import Snapshot
+from cnr_store.read.table_view import TableView
 from cnr_store.types import RowIds
 
 WINDOW_BYTES = 16 * 1024 * 1024

@@ -13,7 +13,7 @@ import numpy as np
 
 from cnr_store.encodings import digest, kernels, row_kernels
 from cnr_store.read.plan import Step, TablePlan
-from cnr_store.read.prefetch import prefetching
+from cnr_store.read.prefetch import chunks_of, prefetching
 from cnr_store.read.replay import ChunkReader, Replay, checked_codes
 from cnr_store.runtime.threads import Workers, blocks
 from cnr_store.segment.codes import BLOCK_ROWS, Array, ArraySpec, array_specs, decode_block
@@ -51,7 +51,7 @@ def load_directly(
         ``outputs`` then hold undefined values.
     """
     specs = array_specs(plan.schema, plan.columns)
-    with prefetching(readers, plan, list(outputs), workers) as sources:
+    with prefetching(readers, chunks_of(plan), list(outputs), workers) as sources:
         engine = Replay(sources, workers)
         totals = workers.run(
             partial(_load, engine, step, plan, specs, outputs) for batch in plan.batches for step in batch.steps

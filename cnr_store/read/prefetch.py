@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
-from cnr_store.format.records import ChunkPlace
+from cnr_store.format.records import ArrayEntry, ChunkPlace
 from cnr_store.read.plan import TablePlan
 from cnr_store.read.replay import ChunkReader
 from cnr_store.runtime.threads import Workers
@@ -51,8 +52,19 @@ class FetchRequest:
         return False
 
 
-def fetch_requests(readers: Sequence[SegmentReader], plan: TablePlan, names: Iterable[str]) -> list[FetchRequest]:
-    """Return the requests by which a replay of ``plan`` into arrays ``names`` gets its chunks, in its order. No I/O.
+class WantedChunk(NamedTuple):
+    """A chunk of the arrays ``entries`` (by name) of a segment; ``has_gaps``: row ids that have to be read."""
+
+    segment: int
+    entries: Mapping[str, ArrayEntry]
+    number: int
+    has_gaps: bool
+
+
+def fetch_requests(
+    readers: Sequence[SegmentReader], chunks: Iterable[WantedChunk], names: Iterable[str]
+) -> list[FetchRequest]:
+    """Return the requests by which a replay of ``chunks`` into arrays ``names`` gets them, in its order. No I/O.
 
     Without those that it may leave out: row ids of chunks whose rows have no gap, and chunks that are decoded already.
     The slot in whose order codes are stored is read for them, and again for itself.
@@ -62,35 +74,41 @@ def fetch_requests(readers: Sequence[SegmentReader], plan: TablePlan, names: Ite
     found: list[FetchRequest] = []
     last: dict[tuple[int, str], FetchRequest] = {}
     chosen = {"rows", *names, *(arrays_of_codes if "codes" in names else ())}
-    for step in (step for batch in plan.batches for step in batch.steps):
-        reader, entries = readers[step.segment], step.row_list.arrays
-        has_gaps = step.last - step.first + 1 != step.num_rows
+    for segment, entries, number, has_gaps in chunks:
+        reader = readers[segment]
         asked = {
             name: entry
             for name, entry in entries.items()
-            if name in chosen and (has_gaps or name != "rows") and not reader.is_cached(entry, step.chunk)
+            if name in chosen and (has_gaps or name != "rows") and not reader.is_cached(entry, number)
         }
         orders = {entry.order for entry in asked.values()}
         # Asked for before the codes that lie in its order.
         for name, entry in sorted(entries.items(), key=lambda item: item[1].path not in orders):
             times = (name in asked) + (entry.path in orders)
-            place = reader.place_of(entry, step.chunk)
-            key = step.segment, place.path
+            place = reader.place_of(entry, number)
+            key = segment, place.path
             # A chunk in which the table has two lists is decoded once.
             if not times or (*key, place.start) in seen:
                 continue
             seen.add((*key, place.start))
             if key not in last or not last[key].join(place, times):
-                last[key] = FetchRequest(step.segment, [place], [times], place.size)
+                last[key] = FetchRequest(segment, [place], [times], place.size)
                 found.append(last[key])
     return found
 
 
+def chunks_of(plan: TablePlan) -> Iterator[WantedChunk]:
+    """Yield the chunks of a plan, in its order."""
+    for step in (step for batch in plan.batches for step in batch.steps):
+        has_gaps = step.last - step.first + 1 != step.num_rows
+        yield WantedChunk(step.segment, step.row_list.arrays, step.chunk, has_gaps)
+
+
 @contextlib.contextmanager
 def prefetching(
-    readers: Sequence[ChunkReader], plan: TablePlan, names: Sequence[str], workers: Workers
+    readers: Sequence[ChunkReader], chunks: Iterable[WantedChunk], names: Collection[str], workers: Workers
 ) -> Iterator[Sequence[ChunkReader]]:
-    """Yield the segments for one replay of ``plan``, their objects on their way if the store is remote.
+    """Yield the segments for one replay of ``chunks``, their objects on their way if the store is remote.
 
     Where ``workers`` have no threads, nothing has: reads keep the order of the code.
 
@@ -98,7 +116,7 @@ def prefetching(
     """
     segments = [reader for reader in readers if isinstance(reader, SegmentReader) and reader.is_remote]
     helps = not workers.is_inline and len(segments) == len(readers)
-    wanted = fetch_requests(segments, plan, names) if helps else []
+    wanted = fetch_requests(segments, chunks, names) if helps else []
     if len(wanted) < 2:
         yield readers
         return

@@ -31,6 +31,10 @@ class Shard(NamedTuple):
         """Return the rectangle, for a table that looks so now."""
         return whole_of(schema) if self.rectangle is None else self.rectangle
 
+    def is_whole(self, schema: TableSchema) -> bool:
+        """Return whether it is all of a dense table that looks so now."""
+        return schema.keys == "dense" and self.rectangle in (None, whole_of(schema))
+
     def __str__(self) -> str:
         if self.rectangle is None:
             return repr(self.table)

@@ -117,10 +117,17 @@ def restore_targets(plan: RestorePlan, optimizers: Sequence[torch.optim.Optimize
 
 def read_tables(snapshot: Snapshot, targets: Targets, slots_rule: SlotsRule) -> None:
     """Fill the ``outputs``, as ``Writer.restore`` does, without a writer. Blocks."""
-    for shard, arrays in targets.outputs.items():
-        view = snapshot.table(shard.table)
-        named = {"codes" if name == "values" else f"slots/{name}": array for name, array in arrays.items()}
-        view.load(named, shard.rectangle_in(view.schema), slots_rule)
+    named = {
+        shard: {"codes" if name == "values" else f"slots/{name}": array for name, array in arrays.items()}
+        for shard, arrays in targets.outputs.items()
+    }
+    schemas = snapshot.tables
+    whole = {shard.table: arrays for shard, arrays in named.items() if shard.is_whole(schemas[shard.table])}
+    together = snapshot.load_together(whole)
+    for shard, arrays in named.items():
+        if shard.table not in together:
+            view = snapshot.table(shard.table)
+            view.load(arrays, shard.rectangle_in(view.schema), slots_rule)
 
 
 def finish_tables(

@@ -22,7 +22,8 @@ import numpy.typing as npt
 from cnr_store.errors import BadInput, TableNotFound, Unsupported
 from cnr_store.format.documents import canonical_json
 from cnr_store.format.layout import encode_name
-from cnr_store.read.snapshot import Snapshot, TableView
+from cnr_store.read.snapshot import Snapshot
+from cnr_store.read.table_view import TableView
 from cnr_store.runtime.local_files import failing_at
 from cnr_store.runtime.notebook import ShownReport
 from cnr_store.transfer.safetensors_file import TensorSpec, carrier_dtype, row_windows, write_safetensors

@@ -30,7 +30,7 @@ from cnr_store.types import Lattice, RowIds
 from cnr_store.write.alike_shards import FoundLines, Key
 from cnr_store.write.delta_rows import EncodedRows
 from cnr_store.write.encode import ENCODE_ROWS, EncodedList, OnBadRows, RowUpdate
-from cnr_store.write.mirrors import Mirrors, finish_move, move_array
+from cnr_store.write.mirrors import Mirrors, finish_move
 
 _FLOAT32, _INT64 = np.dtype(np.float32), np.dtype(np.int64)
 _INT16_MAX = 2**15 - 1
@@ -254,31 +254,24 @@ def _encode_run(
     return run, (np.flatnonzero(alone) + a).tolist()
 
 
-def move_run(run: EncodedRun, workers: Workers) -> None:
+def move_run(run: EncodedRun) -> None:
     """Move mirrors to their rows of a run, as `apply_alone` does for each; call once, after the commit has won."""
     at = np.flatnonzero(run.stops > run.starts)
     mirrors = [*map(run.codes.__getitem__, at.tolist())]
     if not mirrors:
         return
     starts, counts = run.starts[at], run.counts[at]
-
-    def list_of(number: int) -> EncodedList:
-        return run.rows.between(int(starts[number]), int(starts[number] + counts[number]))
-
     for name in mirrors[0].arrays:
         places = np.array([mirror.place_of(name) for mirror in mirrors], np.int64)
         parts = table_kernels.parts_of(starts, counts, 0, places)
-        is_wrapping = np.zeros(len(mirrors), np.bool_)
+        moves = np.full(len(mirrors), table_kernels.ADD, np.int8)
         if not isinstance(mirrors[0].specs[name].encoding, Lattice):
-            is_wrapping = parts[:, table_kernels.CODE_BYTES] == np.dtype(np.int32).itemsize
-        for number in np.flatnonzero(is_wrapping).tolist():
-            move_array(mirrors[number], name, list_of(number), workers, adds=True)
-        others = np.flatnonzero(~is_wrapping)
-        reached = np.empty(len(others), np.int64)
-        table_kernels.add_to_mirrors(parts[others], run.rows.row_ids, as_columns(run.rows.arrays[name]), reached)
-        for number, stop in zip(others[reached >= 0].tolist(), reached[reached >= 0].tolist(), strict=True):
-            added = list_of(number)
-            finish_move(mirrors[number], name, added, [(stop, len(added.row_ids))], adds=True)
+            moves[parts[:, table_kernels.CODE_BYTES] == np.dtype(np.int32).itemsize] = table_kernels.ADD_WRAPPING
+        reached = np.empty(len(mirrors), np.int64)
+        table_kernels.move_mirrors(parts, moves, run.rows.row_ids, as_columns(run.rows.arrays[name]), reached)
+        for number in np.flatnonzero(reached >= 0).tolist():
+            added = run.rows.between(int(starts[number]), int(starts[number] + counts[number]))
+            finish_move(mirrors[number], name, added, [(int(reached[number]), len(added.row_ids))], adds=True)
 
 
 # ---- the rows of a transaction
@@ -406,10 +399,10 @@ class StagedRuns:
                     )  # fmt: skip
         return found
 
-    def move(self, mirrors: Mirrors, digests: Mapping[Shard, int | None], workers: Workers) -> None:
+    def move(self, mirrors: Mirrors, digests: Mapping[Shard, int | None]) -> None:
         """Move the mirrors to these rows; the commit has won."""
         for run in self._runs:
-            move_run(run, workers)
+            move_run(run)
             mirrors.put_many(run.shards, run.codes, [*map(digests.get, run.shards)])
 
 

@@ -468,7 +468,7 @@ class StagedTables:
                 mirrors.put(shard, whole.mirror, whole.digest)
             else:
                 mirrors.forget(shard)
-        self._runs.move(mirrors, self._digests, self._state.setup.workers)
+        self._runs.move(mirrors, self._digests)
         changes: list[tuple[EncodedRows, TableCodes]] = []
         for shard, rows in self._rows.items():
             mirror, digest = mirrors.with_digest(shard)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import repeat
@@ -22,7 +22,7 @@ from cnr_store.read.snapshot import Snapshot
 from cnr_store.read.table_reader import replay_keyed
 from cnr_store.runtime.closing import Closing
 from cnr_store.runtime.ranks import Ranks, together
-from cnr_store.segment.codes import Array, array_specs
+from cnr_store.segment.codes import Array, TableCodes, array_specs
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.shards import KeyShare, Shard, shards_of
 from cnr_store.types import MAX_CHAIN, SlotsRule
@@ -213,15 +213,36 @@ class Writer(Closing):
         state.snapshot = None
         state.open = None
         held = [shard for table in snapshot.tables for shard in shards[table]]
-        for shard in held:
-            if shard in known and shard not in wanted:
-                self.mirrors.put(shard, *known[shard])
-            else:
+        kept = {shard for shard in held if shard in known and shard not in wanted}
+        read = [shard for shard in held if shard not in kept]
+        together = self._load_together(snapshot, read, wanted)
+        for shard in kept:
+            self.mirrors.put(shard, *known[shard])
+        for shard in read:
+            if shard.table not in together:
                 self._load_shard(snapshot, shard, wanted.get(shard, {}), slots_rule)
         for shard in wanted.keys() - set(held):  # a copy that another rank saves
             view = snapshot.table(shard.table)
             view.load(wanted[shard], shard.rectangle_in(view.schema), slots_rule)
         return snapshot
+
+    def _load_together(
+        self, snapshot: Snapshot, shards: Sequence[Shard], wanted: Mapping[Shard, Mapping[str, Array]]
+    ) -> Collection[str]:
+        """Load those shards that are whole tables and can be read together; returns the tables."""
+        allocate = None if self.mirrors.mode == "none" else self.mirrors.allocator()
+        schemas = snapshot.tables
+        whole = {
+            shard.table: wanted.get(shard, {})
+            for shard in shards
+            if (allocate is not None or shard in wanted) and shard.is_whole(schemas[shard.table])
+        }
+        found = snapshot.load_together(whole, allocate=allocate)
+        for shard in shards:
+            codes = found.get(shard.table)
+            if codes is not None:
+                self._put_mirror(snapshot, shard, codes)
+        return found.keys()
 
     def _load_shard(self, snapshot: Snapshot, shard: Shard, arrays: Mapping[str, Array], slots_rule: SlotsRule) -> None:
         view = snapshot.table(shard.table)
@@ -238,9 +259,12 @@ class Writer(Closing):
             if not arrays:
                 view.check_stored("give outputs, or open the writer with mirror='none'", slots=True)
             codes = view.load(arrays, rectangle, slots_rule, allocate=self.mirrors.allocator())
-        if codes is None:
-            return
-        digest = recorded_digest(snapshot.manifests[-1].parts_of.get(shard.table, ()), rectangle)
+        if codes is not None:
+            self._put_mirror(snapshot, shard, codes)
+
+    def _put_mirror(self, snapshot: Snapshot, shard: Shard, codes: TableCodes) -> None:
+        parts = snapshot.manifests[-1].parts_of.get(shard.table, ())
+        digest = recorded_digest(parts, shard.rectangle_in(codes.schema))
         # Parts that a writer without a mirror wrote name none, and parts may be cut in another way.
         self.mirrors.put(shard, codes, codes.digest(self._state.setup.workers) if digest is None else digest)
 

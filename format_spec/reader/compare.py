@@ -14,7 +14,7 @@ import numpy as np
 from cnr_store import Snapshot, Store
 from cnr_store.errors import VersionExpired
 from cnr_store.format import document_tree
-from cnr_store.read.snapshot import TableView
+from cnr_store.read.table_view import TableView
 from cnr_store.types import Rectangle
 from format_spec.reader import cnr_read
 

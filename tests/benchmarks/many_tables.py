@@ -59,9 +59,7 @@ class Side:
 
     def read(self) -> None:
         """Read every table into new memory."""
-        snapshot = self._store.snapshot()
-        for table in snapshot.tables:
-            snapshot.table(table).read()
+        self._store.snapshot().read_many()
 
     def restore(self) -> None:
         """Restore a training: weights, slots, dense tensors, mirrors."""

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cnr_store import Store, Unsupported, verify_store
-from cnr_store.read.snapshot import TableView
+from cnr_store.read.table_view import TableView
 from cnr_store.segment.codes import TableCodes
 from cnr_store.types import Rectangle
 from format_spec.reader.compare import compare

@@ -18,7 +18,7 @@ from cnr_store.format.documents import pack
 from cnr_store.format.manifest import decode_manifest
 from cnr_store.format.records import RowListEntry, TableSchema
 from cnr_store.maintenance.compaction import compact_run
-from cnr_store.read.prefetch import fetch_requests
+from cnr_store.read.prefetch import chunks_of, fetch_requests
 from cnr_store.segment.codes import array_specs
 from cnr_store.segment.decoded import Scratch
 from cnr_store.segment.groups import LEAST_CODES, GroupShape, into_order, order_of, out_of_order
@@ -206,8 +206,8 @@ def test_what_is_read_ahead_names_the_slot_for_the_codes_and_for_itself(store: S
     snapshot = store.snapshot()
     plan = snapshot.plan("t")
 
-    codes_alone = fetch_requests(snapshot.readers, plan, ["codes"])
-    both = fetch_requests(snapshot.readers, plan, ["codes", "slots/momentum1"])
+    codes_alone = fetch_requests(snapshot.readers, chunks_of(plan), ["codes"])
+    both = fetch_requests(snapshot.readers, chunks_of(plan), ["codes", "slots/momentum1"])
 
     def times(wanted: Any) -> set[int]:
         return {one.times[0] for one in wanted if one.segment == 1 and "momentum1" in one.places[0].path}
@@ -221,7 +221,7 @@ def test_the_slot_is_fetched_before_the_codes_that_wait_for_it(store: Store) -> 
     saved(store, deltas=1)
     snapshot = store.snapshot()
 
-    wanted = fetch_requests(snapshot.readers, snapshot.plan("t"), ["codes", "slots/momentum1"])
+    wanted = fetch_requests(snapshot.readers, chunks_of(snapshot.plan("t")), ["codes", "slots/momentum1"])
 
     at = {one.places[0].path: number for number, one in enumerate(wanted) if one.segment == 1}
     arrays_of = add_list(store).arrays

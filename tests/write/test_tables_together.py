@@ -136,7 +136,7 @@ def test_tables_together_have_the_row_lists_of_each_alone(data: st.DataObject) -
         mirrors = {one.table: one.mirror for one in touched if one.mirror is not None}
         moved = copy.deepcopy(mirrors)
         for run in together.runs:
-            move_run(run, workers)
+            move_run(run)
         apply_rows([(encoded, mirrors[name]) for name, encoded in together.alone.items()], workers)
         for name, encoded in expected.items():
             apply_alone(encoded, moved[name], workers)

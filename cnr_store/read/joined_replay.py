@@ -1,0 +1,385 @@
+"""Replays the chains of many small tables together, by one compiled call per stored chunk and array.
+
+Why this module exists: the rows of small tables lie end to end in shared chunks. To plan, read and add them table by
+table takes much longer than to add them. `table_reader.read_range` and `read_mirror` are the definition. Tables in any
+other than the plainest form are left to them, as is everything that could be wrong, so they raise the errors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from cnr_store.encodings import table_kernels
+from cnr_store.encodings.table_kernels import ADD, ADD_WRAPPING, PUT
+from cnr_store.encodings.widths import as_columns
+from cnr_store.errors import CnrStoreError
+from cnr_store.format.manifest import recorded_digest
+from cnr_store.format.records import ArrayEntry, Manifest, Operation, RowListEntry, TableSchema
+from cnr_store.read.prefetch import WantedChunk, prefetching
+from cnr_store.read.replay import ChunkReader
+from cnr_store.runtime.addresses import address_of
+from cnr_store.runtime.threads import Workers
+from cnr_store.segment.codes import Allocate, Array, ArraySpec, ArraySpecs, TableCodes, array_specs
+from cnr_store.segment.decoded import Scratch
+from cnr_store.segment.reader import SegmentReader
+from cnr_store.segment.shards import whole_of
+from cnr_store.types import FloatBits, Lattice
+
+LEAST_TABLES = 4
+"""Fewer are read one by one."""
+
+MOST_CHUNKS = 2
+"""In how many chunks each row list of a table may have rows: larger tables gain nothing."""
+
+APART_BYTES = 64 * 1024 * 1024
+"""About how many bytes of codes are held at once that fit neither an output nor a mirror."""
+
+_FINISHED_ELEMENTS = 1 << 20
+"""About how many elements one thread decodes at a time."""
+
+_PlacedList = tuple[int, Operation, RowListEntry]
+"""A row list, with its segment's place in the chain."""
+
+
+@dataclass(slots=True, eq=False)
+class _SmallTable:
+    """A table whose chain has the plainest form; ``held`` are its codes by array."""
+
+    name: str
+    schema: TableSchema
+    specs: ArraySpecs
+    outputs: Mapping[str, Array]
+    lists: Sequence[_PlacedList]
+    digest: int | None
+    held: dict[str, Array] = field(default_factory=dict)
+
+    def hold(self, allocate: Allocate | None) -> int:
+        """Take memory for the codes; returns how many bytes of it are neither outputs nor a mirror."""
+        apart = 0
+        for name, spec in self.specs.items():
+            out = self.outputs.get(name)
+            if allocate is not None and spec.is_additive:
+                self.held[name] = allocate((self.schema.num_rows, spec.width), spec.mirror_dtype)
+            elif out is None:
+                continue
+            elif spec.memory_dtype == np.int32:
+                self.held[name] = out.view(np.int32)
+            else:
+                self.held[name] = np.empty(out.shape, spec.memory_dtype)
+                apart += self.held[name].nbytes
+        return apart
+
+    def mirror(self, allocate: Allocate) -> TableCodes:
+        """Return the codes as a mirror."""
+        arrays = {name: array for name, array in self.held.items() if self.specs[name].is_additive}
+        return TableCodes(self.schema, 0, self.schema.num_rows, arrays, allocate)
+
+
+@dataclass(slots=True, eq=False)
+class _ListsInChunk:
+    """A stored chunk of a group with row lists of one operation.
+
+    ``lines``: of each list the table's number, where its rows begin in the chunk, how many they are, first and last id.
+    """
+
+    segment: int
+    operation: Operation
+    group: Mapping[str, ArrayEntry]
+    number: int
+    lines: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+
+    def wanted(self) -> WantedChunk:
+        """Return what a read of it fetches."""
+        return WantedChunk(
+            self.segment, self.group, self.number, any(last - first + 1 != n for _, _, n, first, last in self.lines)
+        )
+
+
+def read_together(
+    readers: Sequence[SegmentReader],
+    outputs: Mapping[str, Mapping[str, Array]],
+    workers: Workers,
+    allocate: Allocate | None = None,
+) -> dict[str, TableCodes | None]:
+    """Read those of some whole tables that can be read together: as `read_range`, with ``allocate`` as `read_mirror`.
+
+    Blocks. Memory beyond outputs and mirrors: decoded chunks, one of each array per thread and those that other tables
+    share (`SegmentReader`), and about `APART_BYTES` of codes.
+
+    Parameters
+    ----------
+    outputs
+        By table: array name to (rows, width) of the array's float dtype; may be empty with ``allocate``.
+
+    Returns
+    -------
+    dict
+        What `read_mirror` returns, None without ``allocate``, by table, of those that were read. Outputs of all others
+        hold anything.
+    """
+    manifests = [reader.manifest for reader in readers]
+    tables = [
+        found
+        for name, arrays in outputs.items()
+        if (found := _planned(manifests, name, arrays, with_mirror=allocate is not None)) is not None
+    ]
+    done: dict[str, TableCodes | None] = {}
+    for batch in _batches(tables, allocate) if len(tables) >= LEAST_TABLES else ():
+        done |= {
+            table.name: None if allocate is None else table.mirror(allocate)
+            for table in _TablesAtOnce(batch, readers, workers).read()
+        }
+    return done
+
+
+def _planned(
+    manifests: Sequence[Manifest], name: str, outputs: Mapping[str, Array], *, with_mirror: bool
+) -> _SmallTable | None:
+    """Return a table whose chain, and what is wanted of it, have the plainest form. Pure."""
+    schema = manifests[-1].tables[name]
+    lists = _plain_lists(manifests, name, schema)
+    if lists is None:
+        return None
+    specs = array_specs(schema)
+    for key, spec in specs.items():
+        out = outputs.get(key)
+        is_held = out is not None or (with_mirror and spec.is_additive)
+        if is_held and not (spec.is_integer and spec.dtype == "float32"):
+            return None
+        if out is not None and not out.flags.c_contiguous:
+            return None
+    digest = None
+    if specs["codes"].is_additive and (
+        with_mirror or all(key in outputs for key, spec in specs.items() if spec.is_additive)
+    ):
+        digest = recorded_digest(manifests[-1].parts_of.get(name, ()), whole_of(schema))
+    elif with_mirror:
+        return None
+    return _SmallTable(name, schema, specs, outputs, lists, digest)
+
+
+def _plain_lists(manifests: Sequence[Manifest], name: str, schema: TableSchema) -> list[_PlacedList] | None:
+    """Return the row lists of a table's life, oldest first; None if a row may be other than coded, or lists are large.
+
+    Its first segment sets all rows. Later ones have one part, of the whole table, which sets some or adds to some.
+    """
+    if schema.keys == "hashed":
+        return None
+    rows, columns = (0, schema.num_rows), (0, schema.dim)
+    found: list[_PlacedList] = []
+    begin = len(manifests)
+    for segment in range(len(manifests) - 1, -1, -1):
+        here = manifests[segment].tables.get(name)
+        if here is not schema:
+            if here is None or here.generation != schema.generation:
+                break
+            if here != schema:
+                return None
+        begin = segment
+        parts = manifests[segment].parts_of.get(name, ())
+        if not parts:
+            continue
+        part = parts[0]
+        if len(parts) > 1 or part.rows != rows or part.columns != columns:
+            return None
+        if part.delete is not None or part.escape is not None:
+            return None
+        own, other = part.set, part.add
+        if own is not None and other is not None:
+            return None
+        if own is not None:
+            found.append((segment, "set", own))
+        elif other is not None:
+            own = other
+            found.append((segment, "add", own))
+        if own is not None and len(own.first) > MOST_CHUNKS:
+            return None
+    if not found:
+        return None
+    segment, operation, first = found[-1]
+    is_complete = segment == begin and operation == "set" and first.count == schema.num_rows
+    return found[::-1] if is_complete else None
+
+
+def _batches(tables: Iterable[_SmallTable], allocate: Allocate | None) -> Iterator[list[_SmallTable]]:
+    """Yield the tables, with memory for their codes, so many at once that this takes about `APART_BYTES`."""
+    batch: list[_SmallTable] = []
+    apart = 0
+    for table in tables:
+        apart += table.hold(allocate)
+        batch.append(table)
+        if apart >= APART_BYTES:
+            yield batch
+            batch, apart = [], 0
+    if batch:
+        yield batch
+
+
+class _TablesAtOnce:
+    """Tables that are read at once. ``sound``: which of them have had nothing that may be wrong."""
+
+    def __init__(self, tables: Sequence[_SmallTable], readers: Sequence[SegmentReader], workers: Workers) -> None:
+        self._tables = tables
+        self._readers = readers
+        self._workers = workers
+        self._local = threading.local()
+        self._sound = np.ones(len(tables), np.bool_)
+        self._arrays: dict[str, _HeldCodes] = {}
+        for name in dict.fromkeys(name for table in tables for name in table.held):
+            self._arrays[name] = _HeldCodes.of(name, tables)
+
+    def read(self) -> list[_SmallTable]:
+        """Replay and decode; returns the tables that were read."""
+        chunks = self._chunks()
+        wanted = (chunk.wanted() for own in chunks for chunk in own)
+        with prefetching(self._readers, wanted, self._arrays, self._workers) as sources:
+            for own in chunks:
+                self._workers.run(partial(self._apply, sources[chunk.segment], chunk) for chunk in own)
+        totals = self._finished()
+        return [
+            table
+            for table, is_sound, total in zip(self._tables, self._sound.tolist(), totals, strict=True)
+            if is_sound and table.digest in (None, total)
+        ]
+
+    def _chunks(self) -> list[list[_ListsInChunk]]:
+        """Return the chunks of each segment."""
+        found: list[dict[tuple[Operation, int, int], _ListsInChunk]] = [{} for _ in self._readers]
+        for at, table in enumerate(self._tables):
+            for segment, operation, own in table.lists:
+                size = own.group["rows"].chunk_rows
+                number, begin = divmod(own.start, size)
+                left = own.count
+                for first, last in zip(own.first, own.last, strict=True):
+                    key = operation, id(own.group), number
+                    chunk = found[segment].get(key)
+                    if chunk is None:
+                        chunk = found[segment][key] = _ListsInChunk(segment, operation, own.group, number)
+                    count = min(left, size - begin)
+                    chunk.lines.append((at, begin, count, first, last))
+                    number, begin, left = number + 1, 0, left - count
+        return [[*own.values()] for own in found]
+
+    def _apply(self, reader: ChunkReader, chunk: _ListsInChunk) -> None:
+        """Put or add the rows of a chunk in the codes of their tables."""
+        lines = np.array(chunk.lines, np.int64)
+        tables, starts, counts, ends = lines[:, 0], lines[:, 1], lines[:, 2], lines[:, 3:]
+        try:
+            rows = self._rows(reader, chunk, starts, counts, ends)
+            is_sound = np.empty(len(lines), np.bool_)
+            parts = table_kernels.parts_of(starts, counts, 0, np.zeros((len(lines), 4), np.int64))
+            table_kernels.are_ascending(parts, ends, rows, is_sound)
+            reached = np.empty(len(lines), np.int64)
+            for name, held in self._arrays.items():
+                own = held.has[tables]
+                codes = self._read(reader, chunk, name, counts[own]) if own.any() else None
+                if codes is None:
+                    continue
+                moves = held.adds[tables[own]] if chunk.operation == "add" else np.full(own.sum(), PUT, np.int8)
+                parts = table_kernels.parts_of(starts[own], counts[own], 0, held.places[tables[own]])
+                reached[...] = -1
+                moved = np.empty(len(parts), np.int64)
+                table_kernels.move_mirrors(parts, moves, rows, as_columns(codes), moved)
+                reached[own] = moved
+                is_sound &= reached < 0
+            self._sound[tables[~is_sound]] = False
+        except CnrStoreError:
+            self._sound[tables] = False
+
+    def _rows(
+        self, reader: ChunkReader, chunk: _ListsInChunk, starts: Array, counts: Array, ends: Array
+    ) -> npt.NDArray[np.int64]:
+        """Return the row ids of a chunk, of which none is read if the lists show that they are contiguous."""
+        if (ends[:, 1] - ends[:, 0] + 1 != counts).any():
+            return self._read(reader, chunk, "rows", counts)
+        rows = np.arange((starts + counts).max(), dtype=np.int64)
+        order = np.argsort(starts)
+        begins = starts[order]
+        rows[begins[0] :] += np.repeat(ends[order, 0] - begins, np.diff(begins, append=len(rows)))
+        return rows
+
+    def _read(self, reader: ChunkReader, chunk: _ListsInChunk, name: str, counts: Array) -> Array:
+        assert isinstance(reader, SegmentReader)
+        memory: dict[str, Scratch] = self._local.__dict__.setdefault("memory", {})
+        scratch = memory.setdefault(name, Scratch())
+        return reader.read_chunk(chunk.group[name], chunk.number, scratch, asked=int(counts.sum()))
+
+    def _finished(self) -> list[int]:
+        """Decode the codes into the outputs; returns the digest of each table."""
+        tasks = [task for name in self._arrays for task in _finishes(name, self._tables)]
+        totals = np.zeros(len(self._tables), np.uint64)
+        for task, found in zip(tasks, self._workers.run(task.run for task in tasks), strict=True):
+            totals[task.tables] += found
+        return [int(total) for total in totals.tolist()]
+
+
+@dataclass(slots=True, eq=False)
+class _HeldCodes:
+    """One array of the tables of a batch: which have it, what an ``add`` list does there, where its codes are."""
+
+    has: npt.NDArray[np.bool_]
+    adds: npt.NDArray[np.int8]
+    places: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, name: str, tables: Sequence[_SmallTable]) -> _HeldCodes:
+        """Collect them."""
+        has = np.array([name in table.held for table in tables], np.bool_)
+        adds, places = np.zeros(len(tables), np.int8), np.zeros((len(tables), 4), np.int64)
+        for at in np.flatnonzero(has).tolist():
+            held, spec = tables[at].held[name], tables[at].specs[name]
+            wraps = isinstance(spec.encoding, FloatBits) and held.dtype == np.int32
+            adds[at] = PUT if not spec.is_additive else ADD_WRAPPING if wraps else ADD
+            places[at] = address_of(held), held.itemsize, len(held), 0
+        return cls(has, adds, places)
+
+
+@dataclass(slots=True, eq=False)
+class _AlikeCodes:
+    """Codes of tables that one call decodes: ``spec`` is that of each, but for the scale."""
+
+    spec: ArraySpec
+    tables: npt.NDArray[np.int64]
+    parts: npt.NDArray[np.int64]
+    scales: npt.NDArray[np.float32]
+
+    def run(self) -> npt.NDArray[np.uint64]:
+        """Return the digest of each."""
+        spec, found = self.spec, np.empty(len(self.tables), np.uint64)
+        shift = spec.bit_shift if isinstance(spec.encoding, FloatBits) else -1
+        table_kernels.finish_mirrors(self.parts, self.scales, shift, spec.multipliers, spec.presence(), found)
+        return found if spec.is_additive else np.zeros_like(found)
+
+
+def _finishes(name: str, tables: Sequence[_SmallTable]) -> Iterator[_AlikeCodes]:
+    """Yield what finishes one array of the tables: alike ones together, as much at once as a thread should take."""
+    alike: dict[tuple[int, bool, int | None], list[int]] = {}
+    for at, table in enumerate(tables):
+        if name in table.held:
+            spec = table.specs[name]
+            shift = spec.bit_shift if isinstance(spec.encoding, FloatBits) else None
+            alike.setdefault((spec.width, spec.is_additive, shift), []).append(at)
+    for numbers in alike.values():
+        own = [tables[at] for at in numbers]
+        held = [table.held[name] for table in own]
+        places = np.array([(address_of(codes), codes.itemsize, len(codes), 0) for codes in held], np.int64)
+        outputs = [table.outputs.get(name) for table in own]
+        values = np.array([0 if out is None else address_of(out) for out in outputs], np.int64)
+        none = np.zeros(len(own), np.int64)
+        parts = table_kernels.parts_of(none, none, values, places)
+        scales = np.array([_scale(table.specs[name]) for table in own], np.float32)
+        sizes = np.cumsum([codes.size for codes in held]) // _FINISHED_ELEMENTS
+        cuts = [0, *(np.flatnonzero(np.diff(sizes)) + 1).tolist(), len(own)]
+        for a, b in pairwise(cuts):
+            yield _AlikeCodes(own[a].specs[name], np.array(numbers[a:b], np.int64), parts[a:b], scales[a:b])
+
+
+def _scale(spec: ArraySpec) -> float:
+    return spec.encoding.scale if isinstance(spec.encoding, Lattice) else 0.0

@@ -1,0 +1,290 @@
+"""Many tables that are read together: the same values, mirrors and errors as table by table."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cnr_store import CorruptStore, Store, TableOptions
+from cnr_store.errors import CorruptObject
+from cnr_store.format import layout
+from cnr_store.read import joined_replay
+from cnr_store.read.joined_replay import LEAST_TABLES
+from cnr_store.read.snapshot import Snapshot
+from cnr_store.segment.codes import TableCodes
+from cnr_store.types import Rectangle
+from cnr_store.write.schema_changes import Declaration
+from cnr_store.write.transaction import Transaction
+from tests.support.memory import store_in_memory
+
+Array = np.ndarray[Any, Any]
+OPTIONS = {
+    "lattice": TableOptions(scale=0.25, nonfinite="escape"),
+    "exact": TableOptions(encoding="float_bits"),
+    "affine": TableOptions(encoding="affine", bits=4),
+    "8 bits": TableOptions(bits=8, nonfinite="escape"),
+}
+
+
+@dataclass
+class Table:
+    """A table as a training has it."""
+
+    name: str
+    options: TableOptions
+    values: Array
+    slots: dict[str, Array]
+    cut: bool = False
+
+    @property
+    def tiles(self) -> list[Rectangle]:
+        rows, dim = self.values.shape
+        cuts = [0, dim // 2, dim] if self.cut else [0, dim]
+        return [Rectangle((0, rows), (a, b)) for a, b in pairwise(cuts)]
+
+    def slots_of(self, tile: Rectangle, rows: Any = slice(None)) -> dict[str, Array]:
+        columns = slice(*tile.columns)
+        return {name: one[rows] if one.ndim == 1 else one[rows][:, columns] for name, one in self.slots.items()}
+
+
+def drawn_table(data: st.DataObject, number: int) -> Table:
+    random = np.random.default_rng(data.draw(st.integers(0, 999)))
+    rows, dim = data.draw(st.sampled_from([(1, 4), (12, 2), (12, 4), (40, 4), (3, 6)]))
+    values = random.normal(size=(rows, dim)).astype(np.float32)
+    slots = {
+        "row": np.abs(random.normal(size=rows)).astype(np.float32),
+        "element": np.abs(random.normal(size=(rows, dim))).astype(np.float32),
+    }
+    kind = data.draw(st.sampled_from(["lattice"] * 4 + sorted(OPTIONS)))
+    chosen = data.draw(st.sampled_from([(), (), ("element",), ("row", "element")]))
+    cut = data.draw(st.integers(0, 9)) == 0
+    return Table(f"t{number}", OPTIONS[kind], values, {name: slots[name] for name in chosen}, cut)
+
+
+def begin(txn: Transaction, tables: list[Table]) -> None:
+    declared = {
+        one.name: [
+            Declaration(one.values[:, slice(*tile.columns)], one.slots_of(tile), one.options) for tile in one.tiles
+        ]
+        for one in tables
+    }
+    txn.declare_tables(declared)
+    for one in tables:
+        for tile in one.tiles:
+            values = one.values[:, slice(*tile.columns)]
+            txn.write_table(one.name, values, slots=one.slots_of(tile), rectangle=tile)
+
+
+def change(data: st.DataObject, txn: Transaction, one: Table, random: np.random.Generator) -> None:
+    """Write what a drawn step does to a table."""
+    kind = data.draw(st.sampled_from(["rows"] * 6 + ["nothing", "delete", "far", "exact row", "anew"]))
+    rows = np.flatnonzero(random.random(len(one.values)) < 0.4).astype(np.int64)
+    if kind == "nothing" or not len(rows):
+        return
+    if kind == "delete":
+        for tile in one.tiles:
+            txn.delete_rows(one.name, rows, rectangle=tile)
+        return
+    factor = np.float32(1e5 if kind == "far" and one.options.encoding is None else 1.5)
+    one.values[rows] = one.values[rows] * factor + 1
+    if kind == "exact row" and one.options.nonfinite == "escape":
+        one.values[rows[0], :] = np.nan
+    for slot in one.slots.values():
+        slot[rows] *= np.float32(1.25)
+    for tile in one.tiles:
+        written = one.values[rows][:, slice(*tile.columns)]
+        txn.write_rows(one.name, rows, written, slots=one.slots_of(tile, rows), rectangle=tile)
+    one.values[np.isnan(one.values)] = 0
+
+
+def outputs_of(snapshot: Snapshot, chosen: Collection[str], with_slots: bool) -> dict[str, dict[str, Array]]:
+    """Memory for each table, in which nothing is right."""
+    found = {}
+    for name in chosen:
+        schema = snapshot.tables[name]
+        found[name] = {"codes": np.full((schema.num_rows, schema.dim), -9, np.float32)}
+        for slot, one in schema.slots.items() if with_slots else ():
+            shape = (schema.num_rows,) if one.kind == "row" else (schema.num_rows, schema.dim)
+            found[name][f"slots/{slot}"] = np.full(shape, -9, np.float32)
+    return found
+
+
+def mirror_of(codes: TableCodes | None) -> Any:
+    if codes is None:
+        return None
+    arrays = {name: (array.dtype, array.shape, array.tobytes()) for name, array in codes.arrays.items()}
+    status = None if codes.status is None else codes.status.tolist()
+    return codes.schema, codes.start, codes.stop, codes.columns, arrays, status, codes.escapes.rows.tolist()
+
+
+def bits(outputs: Mapping[str, Mapping[str, Array]]) -> Any:
+    return {table: {name: one.tobytes() for name, one in arrays.items()} for table, arrays in outputs.items()}
+
+
+def check_equal(snapshot: Snapshot, chosen: Collection[str], *, mirrors: bool, with_slots: bool) -> Collection[str]:
+    """Compare what is read together with what is read alone; returns the tables that were read together."""
+    allocate = np.zeros if mirrors else None
+    together = outputs_of(snapshot, chosen, with_slots)
+    found = snapshot.load_together(together, allocate=allocate)
+    alone = outputs_of(snapshot, found, with_slots)
+    for name, codes in found.items():
+        expected = snapshot.table(name).load(alone[name], allocate=allocate)
+        assert mirror_of(codes) == mirror_of(expected)
+    assert bits({name: together[name] for name in found}) == bits(alone)
+    return found.keys()
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_values_and_mirrors_are_those_of_each_table_alone(data: st.DataObject) -> None:
+    tables = [drawn_table(data, number) for number in range(data.draw(st.integers(LEAST_TABLES, 9)))]
+    placement = {one.name: one.tiles for one in tables}
+    random = np.random.default_rng(data.draw(st.integers(0, 999)))
+    with (
+        pytest.MonkeyPatch.context() as patched, store_in_memory(threads=data.draw(st.sampled_from([1, None]))) as store
+    ):  # fmt: skip
+        patched.setattr("cnr_store.format.arrays.CHUNK_BYTES", data.draw(st.sampled_from([1 << 20, 160])))
+        with store.writer(shards=placement) as writer:
+            with writer.begin(0) as txn:
+                begin(txn, tables)
+            for step in range(1, data.draw(st.integers(1, 4))):
+                with writer.begin(step) as txn:
+                    for one in tables:
+                        change(data, txn, one, random)
+        snapshot = store.snapshot()
+        chosen = data.draw(st.permutations([one.name for one in tables]))
+        check_equal(snapshot, chosen, mirrors=data.draw(st.booleans()), with_slots=data.draw(st.booleans()))
+        values = snapshot.read_many()
+        whole = [one.name for one in tables if not one.cut or "row" not in one.slots]
+        assert bits({name: {"codes": values[name]} for name in whole}) == bits(
+            {name: {"codes": snapshot.table(name).read()} for name in whole}
+        )
+
+
+NAMES = [f"narrow {k}" for k in range(5)] + [f"wide {k}" for k in range(5)]
+ROWS = 20
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with store_in_memory() as made:
+        yield made
+
+
+def values(rows: int, dim: int, seed: int) -> Array:
+    return np.random.default_rng(seed).normal(size=(rows, dim)).astype(np.float32)
+
+
+def save(store: Store, *, deltas: int = 2, rows: int = ROWS, names: Collection[str] = NAMES) -> None:
+    """A baseline of small tables with a slot, and deltas of a few rows of each."""
+    with store.writer() as writer:
+        for step in range(deltas + 1):
+            with writer.begin(step) as txn:
+                for seed, name in enumerate(names):
+                    dim = 2 if name.startswith("narrow") else 3
+                    slots = {"sum": np.abs(values(rows, dim, 9 + seed + step))}
+                    if step == 0:
+                        txn.write_table(name, values(rows, dim, seed), slots=slots, options=OPTIONS["lattice"])
+                        continue
+                    ids = np.arange(seed % 3, rows, 4)
+                    new = values(rows, dim, 100 * step + seed)[ids]
+                    txn.write_rows(name, ids, new, slots={"sum": slots["sum"][ids]})
+
+
+@pytest.mark.parametrize("mirrors", [True, False])
+@pytest.mark.parametrize("with_slots", [True, False])
+def test_small_tables_are_read_together(store: Store, mirrors: bool, with_slots: bool) -> None:
+    save(store)
+    snapshot = store.snapshot()
+    assert {*check_equal(snapshot, NAMES, mirrors=mirrors, with_slots=with_slots)} == {*NAMES}
+
+
+def test_each_chunk_is_read_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it is for: requests and kernels per chunk, however many tables there are."""
+    save(store)
+    calls = []
+    real = joined_replay.table_kernels.move_mirrors
+    monkeypatch.setattr(joined_replay.table_kernels, "move_mirrors", lambda *given: (calls.append(given), real(*given)))
+    snapshot = store.snapshot()
+    snapshot.load_together(outputs_of(snapshot, NAMES, with_slots=True))
+    segments, widths, arrays = 3, 2, 2
+    assert len(calls) == segments * widths * arrays
+
+
+def test_few_tables_are_read_one_by_one(store: Store) -> None:
+    save(store)
+    assert not check_equal(store.snapshot(), NAMES[: LEAST_TABLES - 1], mirrors=True, with_slots=True)
+
+
+def test_codes_that_fit_no_output_are_held_a_few_tables_at_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joined_replay, "APART_BYTES", 100)
+    save(store)
+    assert len(check_equal(store.snapshot(), NAMES, mirrors=False, with_slots=True)) == len(NAMES)
+
+
+def test_rows_over_two_chunks(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists of a shared group go on in the next chunk."""
+    monkeypatch.setattr("cnr_store.format.arrays.CHUNK_BYTES", 30 * 2 * 2)
+    save(store)
+    snapshot = store.snapshot()
+    parts = snapshot.manifests[0].parts
+    assert any(part.set is not None and len(part.set.first) == 2 for part in parts)
+    assert check_equal(snapshot, NAMES, mirrors=True, with_slots=True)
+
+
+def test_outputs_that_are_columns_of_a_wider_array_are_left_to_their_table(store: Store) -> None:
+    save(store)
+    snapshot = store.snapshot()
+    outputs = outputs_of(snapshot, NAMES, with_slots=False)
+    outputs[NAMES[0]]["codes"] = np.zeros((ROWS, 4), np.float32)[:, :2]
+    assert {*snapshot.load_together(outputs)} == {*NAMES[1:]}
+
+
+def test_a_damaged_chunk_is_an_error_of_its_tables(store: Store) -> None:
+    save(store)
+    reader = store.snapshot().readers[1]
+    entry = next(one for one in reader.manifest.arrays if one.path.endswith("codes") and one.shape[1] == 2)
+    place = reader.place_of(entry, 0)
+    key = layout.segment_key(reader.name, place.path)
+    data = bytearray(store.storage.read(key) or b"")
+    data[place.start + place.size // 2] ^= 1
+    store.storage.delete([key])
+    store.storage.put(key, bytes(data))
+    snapshot = store.snapshot()
+    wide = [name for name in NAMES if name.startswith("wide")]
+    assert {*check_equal(snapshot, NAMES, mirrors=True, with_slots=True)} == {*wide}
+    with pytest.raises(CorruptObject):
+        snapshot.read_many()
+
+
+def test_a_wrong_digest_is_an_error_of_its_table(store: Store) -> None:
+    save(store)
+    snapshot = store.snapshot()
+    manifest = snapshot.manifests[-1]
+    part = manifest.parts_of[NAMES[3]][0]
+    manifest.parts_of[NAMES[3]] = (msgspec.structs.replace(part, state_digest="0" * 16),)
+    outputs = outputs_of(snapshot, NAMES, with_slots=True)
+    assert {*snapshot.load_together(outputs)} == {*NAMES} - {NAMES[3]}
+    with pytest.raises(CorruptStore, match="state digest"):
+        snapshot.table(NAMES[3]).load(outputs[NAMES[3]])
+
+
+def test_a_writer_restores_the_same_mirrors(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(store)
+    found = []
+    for least in (LEAST_TABLES, 1000):
+        monkeypatch.setattr(joined_replay, "LEAST_TABLES", least)
+        with store.writer() as writer:
+            outputs = {name: {"values": np.zeros((ROWS, 2 if "narrow" in name else 3), np.float32)} for name in NAMES}
+            writer.restore(outputs)
+            held = {shard.table: (mirror_of(codes), digest) for shard, (codes, digest) in writer.mirrors.held().items()}
+            found.append((held, bits(outputs)))
+    assert found[0] == found[1]
