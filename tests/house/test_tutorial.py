@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.launcher import Launcher, Program
 from tests.support.pages import DOCS, named_files, python_blocks
+from tests.tools.cli_runner import cnr
 
 PAGE = DOCS / "tutorial.md"
 FILES = named_files(PAGE)
-CNR = str(Path(sys.executable).with_name("cnr"))
 
 
 @pytest.mark.timeout(600)
-def test_the_tutorial_runs_from_start_to_end(launcher: Launcher, tmp_path: Path) -> None:
+def test_the_tutorial_runs_from_start_to_end(
+    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
-
-    def typed(*command: str) -> list[str]:
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
 
     def python(*arguments: str) -> list[str]:
         (done,) = launcher.run(Program(arguments), folder=tmp_path)
@@ -46,12 +42,11 @@ def test_the_tutorial_runs_from_start_to_end(launcher: Launcher, tmp_path: Path)
         "{'item.weight': (20000, 32), 'user.weight': (50000, 32)}",
         "(2, 32)",
     ]
-    typed(CNR, "log", "clicks")
-    typed(CNR, "show", "clicks")
+    assert [cnr(command, "clicks").code for command in ("log", "show")] == [0, 0]
     assert python("evaluate.py") == ["loaded step 300"]
     served = ["step 300 (2, 32) (32, 64)"]
     assert python("serve.py") == served
-    typed(CNR, "maintain", "clicks")
+    assert cnr("maintain", "clicks").code == 0
     assert python("serve.py") == served
 
 

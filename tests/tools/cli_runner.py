@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from subprocess import CompletedProcess
 from typing import Any
 
 from typer.testing import CliRunner
 
 from cnr_store_tools.cli import app
+
+RunCode = Callable[[str], CompletedProcess[str]]
+"""Runs Python code in a process of its own that has imported the command."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ from cnr_store import BadInput, Store, errors
 from cnr_store_tools import exits
 from cnr_store_tools.exits import ExitCode, exit_code, full_message, guarded
 from cnr_store_tools.options import parse_storage_options
-from tests.tools.cli_runner import Outcome, cnr
+from tests.tools.cli_runner import Outcome, RunCode, cnr
 from tests.tools.sample_store import build_store, flip
 
 
@@ -139,29 +138,27 @@ def test_interrupt_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("option", [[], ["--json"]])
-def test_output_that_cannot_be_written_is_an_error_with_its_own_code(root: Path, option: list[str]) -> None:
+def test_output_that_cannot_be_written_is_an_error_with_its_own_code(
+    run_code: RunCode, root: Path, option: list[str]
+) -> None:
     """With --json it was a traceback and 1; beside other work it was once 120, which Python's last flush gives."""
     program = "import os, sys; os.close(1); os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
     argv = ["cnr", "log", str(root), *option]
-    script = f"{program}; from cnr_store_tools.cli import main; sys.argv = {argv!r}; main()"
 
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = run_code(f"{program}; from cnr_store_tools.cli import main; sys.argv = {argv!r}; main()")
 
     assert done.returncode == exits.ExitCode.STORAGE
     assert done.stderr == "error: [Errno 28] No space left on device\n"
 
 
 @pytest.mark.parametrize("command", ["log", "--help", "help of log", "--version"])
-def test_a_closed_pipe_ends_with_141_and_no_message(root: Path, command: str) -> None:
+def test_a_closed_pipe_ends_with_141_and_no_message(run_code: RunCode, root: Path, command: str) -> None:
     """The help of the whole program, which is printed while arguments are parsed, once ended with 1."""
     argv = {"log": ["log", str(root)], "help of log": ["log", "--help"]}.get(command, [command])
-    script = f"from cnr_store_tools.cli import main; import sys; sys.argv = {['cnr', *argv]!r}; main()"
-    receiver, sender = os.pipe()
-    os.close(receiver)
+    program = "import os, sys; receiver, sender = os.pipe(); os.close(receiver); os.dup2(sender, 1)"
 
-    done = subprocess.run([sys.executable, "-c", script], stdout=sender, stderr=subprocess.PIPE, text=True, check=False)
+    done = run_code(f"{program}; from cnr_store_tools.cli import main; sys.argv = {['cnr', *argv]!r}; main()")
 
-    os.close(sender)
     assert (done.returncode, done.stderr) == (exits.ExitCode.BROKEN_PIPE, "")
 
 
@@ -185,11 +182,10 @@ def test_a_cause_is_named_once() -> None:
     assert full_message(missing) == "install x"
 
 
-def test_a_missing_package_is_named_with_what_installs_it(root: Path) -> None:
+def test_a_missing_package_is_named_with_what_installs_it(run_code: RunCode, root: Path) -> None:
     hide = "import sys; sys.modules['torch'] = None; from cnr_store_tools.cli import main"
-    script = f"{hide}; sys.argv = ['cnr', 'demo', '--store', {str(root / 'demo')!r}]; main()"
 
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = run_code(f"{hide}; sys.argv = ['cnr', 'demo', '--store', {str(root / 'demo')!r}]; main()")
 
     assert done.returncode == exits.ExitCode.UNSUPPORTED
     assert done.stderr == ("error: this command needs torch, which is not installed: pip install 'cnr-store[train]'\n")

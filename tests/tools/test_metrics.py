@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cnr_store import CorruptStore, HeadStatus, LastMaintenance, Store, StoreStatus, read_status
 from cnr_store_tools.metrics import StoreCollector, metrics_text, status_metrics, write_metrics
-from tests.tools.cli_runner import cnr
+from tests.tools.cli_runner import RunCode, cnr
 
 Samples = dict[tuple[str, str | None], float]
 
@@ -204,13 +204,11 @@ def test_a_metrics_file_is_replaced_whole(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_without_the_client_library_the_extra_to_install_is_named(root: Path) -> None:
-    program = (
+def test_without_the_client_library_the_extra_to_install_is_named(run_code: RunCode, root: Path) -> None:
+    done = run_code(
         "import sys; sys.modules['prometheus_client'] = None; from cnr_store_tools.cli import main; "
         f"sys.argv = ['cnr', 'metrics', {str(root)!r}]; main()"
     )
-
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
     assert done.returncode == 8
     assert "pip install 'cnr-store[metrics]'" in done.stderr

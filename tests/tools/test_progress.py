@@ -5,41 +5,39 @@ from __future__ import annotations
 import os
 import pty
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from select import select
 
 import pytest
 
-from tests.tools.sample_store import build_store
+from tests.support.launcher import Launcher, Program
 
-
-def bars(*arguments: object) -> str:
-    """The standard error of a command on a terminal, without control codes."""
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-c", "from cnr_store_tools.cli import main; main()", *map(str, arguments)]
-    try:
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs) as process:
-            os.close(theirs)
-            written = bytearray()
-            try:
-                while chunk := os.read(ours, 65536):
-                    written += chunk
-            except OSError:
-                pass  # how Linux tells that the other end was closed
-        assert process.returncode == 0, written.decode()
-    finally:
-        os.close(ours)
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode())
+Bars = Callable[..., str]
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    build_store(tmp_path / "store").close()
-    return tmp_path / "store"
+def bars(commands: Launcher, tmp_path: Path) -> Bars:
+    """Returns the standard error of a command on a terminal, without control codes."""
+
+    def bars(*arguments: object) -> str:
+        ours, theirs = pty.openpty()
+        code = f"import os, sys; os.dup2(os.open({os.ttyname(theirs)!r}, os.O_RDWR), 2); sys.argv[0] = 'cnr'"
+        program = Program(["-c", f"{code}; from cnr_store_tools.cli import main; main()", *map(str, arguments)])
+        written = bytearray()
+        with commands.running(program, folder=tmp_path) as command:
+            while not command.has_ended or select([ours], [], [], 0)[0]:
+                if select([ours], [], [], 0.01)[0]:
+                    written += os.read(ours, 65536)
+            os.close(theirs)
+            os.close(ours)
+            assert command.wait() == 0, written.decode()
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode())
+
+    return bars
 
 
-def test_bytes_are_shown_as_bytes_and_counts_as_counts(root: Path) -> None:
+def test_bytes_are_shown_as_bytes_and_counts_as_counts(bars: Bars, root: Path) -> None:
     shown = bars("verify", root, "--deep")
 
     assert re.search(r"objects\s+\S+\s+[\d.]+/[\d.]+ kB", shown)
@@ -47,14 +45,14 @@ def test_bytes_are_shown_as_bytes_and_counts_as_counts(root: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["export", "copy"])
-def test_copies_show_bytes_and_no_unknown_time(command: str, root: Path, tmp_path: Path) -> None:
+def test_copies_show_bytes_and_no_unknown_time(bars: Bars, command: str, root: Path, tmp_path: Path) -> None:
     shown = bars(command, root, tmp_path / "out")
 
     assert re.search(rf"{command} \S+ [\d.]+/[\d.]+ kB", shown)
     assert "-:--:--" not in shown
 
 
-def test_a_compaction_shows_the_bytes_that_it_merges(root: Path) -> None:
+def test_a_compaction_shows_the_bytes_that_it_merges(bars: Bars, root: Path) -> None:
     shown = bars("compact", root, "--max-chain", 1)
 
     assert re.search(r"compact \S+ ([\d.]+)/\1 kB", shown)
