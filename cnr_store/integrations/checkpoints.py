@@ -15,7 +15,7 @@ from cnr_store.integrations.dcp.folder import load_dcp
 from cnr_store.integrations.torch_file import load_torch_file
 from cnr_store.integrations.training_content import SavedOptimizer, TrainingContent, split_content
 from cnr_store.store import Store
-from cnr_store.training.document import RateDocument, documents_of
+from cnr_store.training.document import RateDocument, TableRates, documents_of
 from cnr_store.training.reader import reader_document, reader_name
 from cnr_store.training.state import is_inline, optimizer_tensor_name
 from cnr_store.training.tensors import as_array, dense_dtype_name, flat_rows, leaf_of, table_dtype_name
@@ -170,7 +170,7 @@ def _plan(
     plan = ImportPlan(tables, slots, {}, tuple(name for name in tensors if name not in used))
     documents: dict[str, Any] = {}
     if described or found.extras:
-        rate = RateDocument.by(dict.fromkeys(tables, options or TableOptions()))
+        rate = RateDocument(tables=TableRates.by(dict.fromkeys(tables, options or TableOptions())))
         documents = documents_of(described, layouts, {}, found.extras, rate)
     if found.reader is not None:
         documents[reader_name(0)] = reader_document(None, found.reader)

@@ -27,7 +27,7 @@ from cnr_store.segment.shards import Shard
 from cnr_store.training.dense_staging import StagedDense
 from cnr_store.training.dynamic_tables import StagedKeys
 from cnr_store.training.precision.rate_control import ScaleChange
-from cnr_store.training.tensors import TensorRows, as_array, flat_rows
+from cnr_store.training.tensors import WEIGHT, TensorRows, as_array, flat_rows
 from cnr_store.types import RowIds
 from cnr_store.write.alike_shards import Key
 from cnr_store.write.encode import RowUpdate
@@ -307,10 +307,6 @@ def _fulfil(future: Future[None], run: Callable[[SaveJob], None], job: SaveJob) 
         future.set_exception(error)
     else:
         future.set_result(None)
-
-
-WEIGHT = "\0weight"
-"""Key of a table's weights among its staged tensors; no slot can have it."""
 
 
 @dataclass(slots=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter, methodcaller
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -21,10 +20,11 @@ from cnr_store.errors import CorruptStore, NewerFormat
 from cnr_store.format.document_tree import EncodedTree, encode
 from cnr_store.format.documents import canonical_json
 from cnr_store.runtime.addresses import are_equal
+from cnr_store.training.kept_plan import Entries, are_counters
 from cnr_store.training.reader import Stateful, capture_rng
-from cnr_store.training.shards import LocalShard, Slots
+from cnr_store.training.shards import LocalShard
 from cnr_store.training.state import OtherState, StatePlan
-from cnr_store.training.tensors import leaf_of, slot_kind
+from cnr_store.training.tensors import leaf_of
 from cnr_store.write.schema_choice import asked_bits
 from cnr_store.write.table_options import SlotBits, TableOptions
 
@@ -62,28 +62,22 @@ class SlotDocument(msgspec.Struct, frozen=True):
     layout: Literal["strided", "sparse"]
 
 
-class RateDocument(msgspec.Struct, frozen=True):
-    """What the next process needs to know of how exact tables are stored.
+class TableRates(msgspec.Struct, frozen=True):
+    """What the next process needs to know of how exact single tables are stored: it does not change in every step.
 
-    ``restores``: how often the state was restored on its way here. ``bits``: by table, the width that its scale is for,
-    if options named one. ``given``: tables whose scale was given, by ``scale=`` or ``max_error=``. ``slot_bits``: by
-    table, what options gave for its slots.
-    ``first_loss``, ``loss``: the mean loss at the first save and now, of ``losses`` that were reported. ``halved``: by
-    table, how often the schedule has halved its scale. ``calibrated``: by table, the scale that a validation chose.
+    ``bits``: by table, the width that its scale is for, if options named one. ``given``: tables whose scale was given,
+    by ``scale=`` or ``max_error=``. ``slot_bits``: by table, what options gave for its slots. ``halved``: by table, how
+    often the schedule has halved its scale. ``calibrated``: by table, the scale that a validation chose.
     """
 
-    restores: Size = 0
     bits: dict[str, int] = {}
-    first_loss: Loss | None = None
-    loss: Loss | None = None
-    losses: Size = 0
     halved: dict[str, Size] = {}
     calibrated: dict[str, Scale] = {}
     given: list[str] = []
     slot_bits: dict[str, SlotBits | dict[str, SlotBits]] = {}
 
     @classmethod
-    def by(cls, options: Mapping[str, TableOptions]) -> RateDocument:
+    def by(cls, options: Mapping[str, TableOptions]) -> TableRates:
         """Return what to say of tables that are stored anew by these options, by table."""
         return cls(
             bits={table: asked_bits(one) for table, one in options.items() if one.bits is not None},
@@ -92,8 +86,28 @@ class RateDocument(msgspec.Struct, frozen=True):
         )
 
 
+class RunRates(msgspec.Struct, frozen=True):
+    """What the next process needs to know of the run, to decide how exact tables are stored.
+
+    ``restores``: how often the state was restored on its way here. ``first_loss``, ``loss``: the mean loss at the first
+    save and now, of ``losses`` that were reported.
+    """
+
+    restores: Size = 0
+    first_loss: Loss | None = None
+    loss: Loss | None = None
+    losses: Size = 0
+
+
+class RateDocument(msgspec.Struct, frozen=True):
+    """What the next process needs to know of how exact tables are stored: of the run, and of its tables."""
+
+    run: RunRates = RunRates()
+    tables: TableRates = TableRates()
+
+
 def slot_bits_by(options: Mapping[str, TableOptions]) -> dict[str, SlotBits | dict[str, SlotBits]]:
-    """Return what options, by table, give for slots: `RateDocument.slot_bits`."""
+    """Return what options, by table, give for slots: `TableRates.slot_bits`."""
     given = ((table, one.slot_bits) for table, one in options.items())
     return {table: dict(bits) if isinstance(bits, Mapping) else bits for table, bits in given if bits is not None}
 
@@ -125,6 +139,7 @@ class StoredTrainer(msgspec.Struct, frozen=True):
     format: int
     optimizers: list[StoredOptimizer]
     slots: dict[str, dict[str, SlotDocument]]
+    rates: TableRates = TableRates()
 
 
 class EqualState(msgspec.Struct, frozen=True):
@@ -144,7 +159,7 @@ class StoredProgress(msgspec.Struct, frozen=True):
     state: list[list[EqualState]]
     extras: dict[str, Any]
     fused: dict[str, dict[str, Any]] = {}
-    rate: RateDocument = RateDocument()
+    rate: RunRates = RunRates()
 
 
 def rng_name(rank: int, generator: str = "") -> str:
@@ -154,11 +169,10 @@ def rng_name(rank: int, generator: str = "") -> str:
 
 def equal_states(states: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
     """Return the small state of an optimizer's parameters as lists of `EqualState`; ``names`` in the groups' order."""
+    if _are_one_step(states, names):
+        return [{"value": states[names[0]], "parameters": [[0, len(names)]]}]
     found: dict[Hashable, dict[str, Any]] = {}
-    own = [*map(states.get, names)]
-    if len(own) > 1 and own[0] and _are_one_step(own):
-        return [{"value": own[0], "parameters": [[0, len(own)]]}]
-    for index, value in enumerate(own):
+    for index, value in enumerate(map(states.get, names)):
         if value:
             key = _counters(value)
             if key is None:
@@ -174,22 +188,25 @@ def equal_states(states: Mapping[str, Mapping[str, Any]], names: Sequence[str]) 
     return list(found.values())
 
 
-def _are_one_step(states: Sequence[Mapping[str, Any] | None]) -> bool:
+def _are_one_step(states: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> bool:
     """Return whether all have one entry of one name, tensors on the host of one number each, with the same bits.
 
     So it is with the step counters of torch's optimizers where all tables are stepped: told by calls that take them
     all. False says nothing.
     """
-    first, held = states[0], [*filter(None, states)]
-    if first is None or len(held) < len(states) or {*map(len, held)} != {1}:
+    if len(names) < 2:
         return False
-    [name] = first
-    values = [*map(methodcaller("get", name), held)]  # None where it has another name
-    if {*map(type, values)} != {torch.Tensor}:
-        return False
-    kinds = {*map(attrgetter("dtype", "layout", "is_cpu", "ndim"), values)}
-    if len(kinds) > 1 or kinds != {(values[0].dtype, torch.strided, True, 0)}:
-        return False
+    if isinstance(states, Entries):
+        values = states.all()
+        if states.places.counter(values) is None or states.places.names != names:
+            return False
+    else:
+        own = [*map(states.get, names)]
+        if not all(own) or len({tuple(one) for one in own if one}) > 1 or {*map(len, filter(None, own))} != {1}:
+            return False
+        values = [value for one in own if one for value in one.values()]
+        if not are_counters(values):
+            return False
     addresses = np.array([*map(torch.Tensor.data_ptr, values)], np.int64)
     if not addresses.all() or any(map(torch.Tensor.is_neg, values)):
         return False
@@ -238,7 +255,8 @@ def trainer_of(trainer: Any, progress: Any) -> TrainerDocument:
         raise CorruptStore(
             f"document {path} is not what a trainer writes: {error}; restore another version", path=path
         ) from error
-    return TrainerDocument(fixed.format, optimizers, fixed.slots, moved.extras, moved.fused, moved.rate)
+    rate = RateDocument(moved.rate, fixed.rates)
+    return TrainerDocument(fixed.format, optimizers, fixed.slots, moved.extras, moved.fused, rate)
 
 
 def _optimizers_of(trainer: StoredTrainer, progress: StoredProgress) -> list[OptimizerDocument]:
@@ -266,30 +284,23 @@ def optimizer_documents(
     plan: StatePlan, optimizers: Sequence[torch.optim.Optimizer], other: OtherState
 ) -> list[dict[str, Any]]:
     """Return per optimizer: its class, its groups with hyperparameters and parameter names, its step counters."""
-    names = {id(one.parameter): one.name for one in plan.optimized}
-    documents: list[dict[str, Any]] = []
-    for index, optimizer in enumerate(optimizers):
-        mine = [one for one in plan.optimized if one.optimizer == index]
-        documents.append(
-            {
-                "class": type(optimizer).__name__,
-                "groups": [
-                    {
-                        "parameters": [names[id(parameter)] for parameter in group["params"]],
-                        "options": {key: value for key, value in group.items() if key != "params"},
-                    }
-                    for group in optimizer.param_groups
-                ],
-                "state": {one.name: other.inline[one.name] for one in mine},
-            }
-        )
-    return documents
+    return [
+        {
+            "class": type(optimizer).__name__,
+            "groups": [
+                {"parameters": [*names], "options": {key: value for key, value in group.items() if key != "params"}}
+                for group, names in zip(optimizer.param_groups, groups, strict=True)
+            ],
+            "state": state,
+        }
+        for optimizer, groups, state in zip(optimizers, plan.groups, other.inline, strict=True)
+    ]
 
 
 def stepped_documents(plan: StatePlan, other: OtherState) -> dict[str, dict[str, Any]]:
     """Return of each table here that an optimizer steps: whose it is (``optimizer``, ``group``), its step counters."""
     return {
-        one.name: {"optimizer": one.optimizer, "group": one.group, "state": other.inline[one.name]}
+        one.name: {"optimizer": one.optimizer, "group": one.group, "state": other.inline[one.optimizer][one.name]}
         for one in plan.optimized
         if one.is_table
     }
@@ -297,34 +308,14 @@ def stepped_documents(plan: StatePlan, other: OtherState) -> dict[str, dict[str,
 
 def add_stepped(documents: Sequence[dict[str, Any]], stepped: Mapping[str, Mapping[str, Any]]) -> None:
     """Add to `optimizer_documents` the tables of `stepped_documents` that only other ranks have."""
+    others: dict[int, dict[str, Any]] = {}
     for table, given in stepped.items():
         document = documents[given["optimizer"]]
         if table not in document["state"]:
             document["groups"][given["group"]]["parameters"].append(table)
-            document["state"][table] = given["state"]
-
-
-def slot_documents(shards: Mapping[str, LocalShard], slots: Mapping[str, Slots]) -> dict[str, Any]:
-    """Return per table and slot the shape that it has for the whole table, and the layout, as the optimizer keeps it.
-
-    ``slots``: by name of the shard.
-    """
-    return {
-        shards[name].table: {
-            slot: {
-                # Keys in order, so that it is stored as an object, not as pairs: a model may have thousands.
-                "layout": "strided" if tensor.layout is torch.strided else "sparse",
-                "shape": [shards[name].num_rows, *_row_shape(tensor, shards[name].dim)],
-            }
-            for slot, tensor in named.items()
-        }
-        for name, named in slots.items()
-    }
-
-
-def _row_shape(slot: torch.Tensor, dim: int) -> list[int]:
-    """The shape of one row of a slot of the whole table."""
-    return list(slot.shape[1:]) if slot_kind(slot) == "row" else [dim]
+            others.setdefault(given["optimizer"], {})[table] = given["state"]
+    for optimizer, states in others.items():
+        documents[optimizer]["state"] = {**documents[optimizer]["state"], **states}
 
 
 def fused_documents(shards: Iterable[LocalShard]) -> dict[str, dict[str, Any]]:
@@ -364,6 +355,7 @@ def documents_of(
             "format": FORMAT,
             "optimizers": [{"class": one["class"], "groups": own} for one, own in zip(optimizers, groups, strict=True)],
             "slots": slots,
+            "rates": msgspec.to_builtins(rate.tables),
         },
         PROGRESS: {
             "options": [[group["options"] for group in one["groups"]] for one in optimizers],
@@ -373,13 +365,13 @@ def documents_of(
             ],
             "fused": fused,
             "extras": extras,
-            "rate": msgspec.to_builtins(rate),
+            "rate": msgspec.to_builtins(rate.run),
         },
     }
 
 
 class KeptDocument:
-    """A document that hardly ever changes, of dicts with text as keys, lists, text and integers: encoded when it has.
+    """A document that hardly ever changes, of dicts with text as keys, lists, text and numbers: encoded when it has.
 
     It is compared as JSON text, in which the order of keys counts.
     """

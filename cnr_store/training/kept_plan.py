@@ -8,9 +8,9 @@ calls that take all tables at once. What cannot be compared so is planned anew f
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import accumulate, chain, compress
 from operator import attrgetter, is_, methodcaller
 from typing import Any
 
@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from cnr_store.format.records import TableSchema
-from cnr_store.training.document import slot_documents
-from cnr_store.training.shards import Holdings, Slots
+from cnr_store.training.shards import Holdings, RankShard, Slots
 from cnr_store.training.state import (
     OtherState,
     StatePlan,
@@ -28,8 +27,12 @@ from cnr_store.training.state import (
     optimizer_tensor_name,
     other_state,
     plan_state,
+    slot_documents,
 )
+from cnr_store.training.tensors import WEIGHT
 from cnr_store.write.table_options import TableOptions
+from cnr_store_gpu.bitmap import RowLists
+from cnr_store_gpu.small_copies import RowRequests, TensorLists
 
 _WALKS = ("named_parameters", "named_buffers", "named_modules", "state_dict")
 """Methods of a module that decide what its state is; where a class has its own, the plan is not kept."""
@@ -37,7 +40,7 @@ _WALKS = ("named_parameters", "named_buffers", "named_modules", "state_dict")
 _HOOKS = tuple(attrgetter(name) for name in ("_state_dict_hooks", "_state_dict_pre_hooks"))
 """Hooks of a module that may leave buffers out of its state, of others at each call; with one the plan is not kept."""
 
-_CHILDREN = tuple(attrgetter(name) for name in ("_parameters", "_buffers", "_modules"))
+_CHILDREN = attrgetter("_parameters", "_buffers", "_modules")
 _KINDS = (attrgetter("dtype"), attrgetter("layout"), attrgetter("is_cpu"), torch.Tensor.dim, torch.Tensor.numel)
 """What decides how a slot is stored, in lists of numbers and singletons: shapes of thousands of tensors would set off
 the garbage collector. A shape that changed in place, and has as many dimensions and elements, has other rows, which no
@@ -82,12 +85,15 @@ class _Objects:
 
 def _structure(modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> _Objects:
     """What `plan_state` reads: names and objects of parameters, buffers and modules, and the parameter groups."""
-    own = [*chain.from_iterable(map(children, modules) for children in _CHILDREN)]
+    all_own = [*chain.from_iterable(map(_CHILDREN, modules))]
+    own_lengths = [*map(len, all_own)]
+    own = [*compress(all_own, own_lengths)]
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     values = chain(chain.from_iterable(map(methodcaller("values"), own)), chain.from_iterable(groups))
-    unsaved = [frozenset(module._non_persistent_buffers_set) for module in modules if module._buffers]
+    buffered = compress(modules, own_lengths[1::3])
+    unsaved = [frozenset(module._non_persistent_buffers_set) for module in buffered]
     lengths = [len(optimizer.param_groups) for optimizer in optimizers]
-    return _Objects([*values], [[*chain.from_iterable(own)], [*map(len, own)], [*map(len, groups)], unsaved, lengths])
+    return _Objects([*values], [[*chain.from_iterable(own)], own_lengths, [*map(len, groups)], unsaved, lengths])
 
 
 class _StateEntries:
@@ -100,10 +106,12 @@ class _StateEntries:
 
     def objects(self) -> _Objects:
         """What slots and other state are made of: parameters, names, tensors and their kind; of others the type."""
-        tensors = [value for value in self.values if isinstance(value, torch.Tensor)]
+        types, tensors = [*map(type, self.values)], self.values
+        if {*types} != {torch.Tensor}:
+            tensors = [value for value in self.values if isinstance(value, torch.Tensor)]
         sizes = [*map(len, self.outer), *map(len, self.inner)]
         names, kinds = [*chain.from_iterable(self.inner)], [[*map(kind, tensors)] for kind in _KINDS]
-        return _Objects([*chain.from_iterable(self.outer), *tensors], [names, sizes, kinds, [*map(type, self.values)]])
+        return _Objects([*chain.from_iterable(self.outer), *tensors], [names, sizes, kinds, types])
 
     def positions(self) -> dict[tuple[int, str], int] | None:
         """Return the position of each entry by (id of the parameter, key); None if one may not stand for another.
@@ -121,22 +129,74 @@ class _StateEntries:
         return found if len(found) == len(keys) else None
 
 
+def are_counters(values: Sequence[Any]) -> bool:
+    """Return whether all are plain tensors on the host of one number each, without a dimension, and of one dtype."""
+    if {*map(type, values)} != {torch.Tensor}:
+        return False
+    kinds = {*map(attrgetter("dtype", "layout", "is_cpu", "ndim"), values)}
+    return kinds == {(values[0].dtype, torch.strided, True, 0)}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class _Places:
+class Places:
     """Entries of shards or parameters: names, the keys of each, and the position of each entry of all."""
 
     names: Sequence[str]
     keys: Sequence[Sequence[str]]
     positions: Sequence[int]
+    _starts: dict[str, tuple[int, Sequence[str]]] = field(default_factory=dict)
+    _counters: list[str | None] = field(default_factory=list)
 
     @classmethod
-    def of(cls, found: Mapping[str, Mapping[str, int]]) -> _Places:
+    def of(cls, found: Mapping[str, Mapping[str, int]]) -> Places:
+        """Return the places of positions by name and key."""
         return cls([*found], [[*own] for own in found.values()], [at for own in found.values() for at in own.values()])
 
-    def entries(self, values: Sequence[Any]) -> dict[str, dict[str, Any]]:
-        """Return the entries among ``values`` by name and key."""
-        found = map(values.__getitem__, self.positions)  # each `zip` ends at its last key, before it takes another one
-        return {name: dict(zip(own, found)) for name, own in zip(self.names, self.keys, strict=True)}  # noqa: B905
+    def place(self, name: str) -> tuple[int, Sequence[str]]:
+        """Return where the entries of a name begin among `positions`, and their keys; raises KeyError."""
+        if not self._starts:
+            starts = accumulate(map(len, self.keys), initial=0)
+            self._starts.update(zip(self.names, zip(starts, self.keys), strict=True))  # noqa: B905 (a start more)
+        return self._starts[name]
+
+    def counter(self, values: Sequence[Any]) -> str | None:
+        """Return the key of the one entry that each name has, if all entries are `are_counters`; told once."""
+        if not self._counters:
+            first = self.keys[0] if self.keys else []
+            is_one = len(first) == 1 and all(own == first for own in self.keys) and are_counters(values)
+            self._counters.append(first[0] if is_one else None)
+        return self._counters[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entries(Mapping[str, dict[str, Any]]):
+    """Entries of the optimizers' state by name and key, made where a name is looked up.
+
+    Attributes
+    ----------
+    places
+        Which they are. While these stay, so do the kinds of the entries.
+    live
+        Every entry of all optimizers.
+    """
+
+    places: Places
+    live: Sequence[Any]
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        start, keys = self.places.place(name)
+        positions = self.places.positions[start : start + len(keys)]
+        return {key: self.live[at] for key, at in zip(keys, positions, strict=True)}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places.names)
+
+    def __len__(self) -> int:
+        return len(self.places.names)
+
+    def all(self) -> list[Any]:
+        """Return the entries of all names, one name after the other."""
+        return [*map(self.live.__getitem__, self.places.positions)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,8 +206,8 @@ class _Kept:
     same: Sequence[weakref.ref[Any]]
     equal: Sequence[object]
     plan: StatePlan
-    slots: _Places
-    inline: _Places
+    slots: Places
+    inline: Sequence[Places]
     dense: list[tuple[str, int]]
     documents: Mapping[str, Any]
 
@@ -157,8 +217,9 @@ class _Kept:
 
     def state_of(self, values: Sequence[Any]) -> LocalState:
         """Return the state that has these entries."""
-        other = OtherState(self.inline.entries(values), {name: values[at] for name, at in self.dense})
-        return LocalState(self.plan, self.slots.entries(values), other, self.documents, self)
+        inline = [Entries(places, values) for places in self.inline]
+        other = OtherState(inline, {name: values[at] for name, at in self.dense})
+        return LocalState(self.plan, Entries(self.slots, values), other, self.documents, self)
 
 
 def _kept(local: LocalState, entries: _StateEntries, objects: _Objects) -> _Kept | None:
@@ -166,9 +227,11 @@ def _kept(local: LocalState, entries: _StateEntries, objects: _Objects) -> _Kept
     at, shards = entries.positions(), local.state.shards
     if at is None or any(shard.parameter is None for shard in shards.values()):
         return None  # what an optimizer that is fused into backward has is not seen here
-    owners = [(one, id(one.parameter), local.other.inline[one.name]) for one in local.state.optimized]
+    owners = [(one, id(one.parameter), local.other.inline[one.optimizer][one.name]) for one in local.state.optimized]
     slots = {name: {key: at[id(shards[name].parameter), key] for key in own} for name, own in local.slots.items()}
-    inline = {one.name: {key: at[owner, key] for key in values} for one, owner, values in owners}
+    inline: list[dict[str, dict[str, int]]] = [{} for _ in entries.outer]
+    for one, owner, values in owners:
+        inline[one.optimizer][one.name] = {key: at[owner, key] for key in values}
     dense = [
         (name, at[owner, key])
         for one, owner, _ in owners
@@ -176,8 +239,8 @@ def _kept(local: LocalState, entries: _StateEntries, objects: _Objects) -> _Kept
         if (name := optimizer_tensor_name(one.optimizer, one.name, key)) in local.other.dense
     ]
     same = [*map(weakref.ref, objects.same)]
-    places = _Places.of(slots), _Places.of(inline)
-    return _Kept(same, objects.equal, local.state, *places, dense, local.documents)
+    places = [*map(Places.of, inline)]
+    return _Kept(same, objects.equal, local.state, Places.of(slots), places, dense, local.documents)
 
 
 @dataclass(slots=True, eq=False)
@@ -238,6 +301,70 @@ class KeptPlan:
                 if needs_new_schema(schemas.get(shard.table), shard, local.slots[name], options[shard.table])
             )
         return self._anew
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tensors:
+    """The tensors of all tables, for states with the same ``like``; ``order``: of weights and slots behind them."""
+
+    like: object
+    lists: TensorLists
+    order: list[int]
+
+
+class OwnedTables:
+    """Shards by name, which stay the same; ``owned``: as `Holdings.owned`."""
+
+    def __init__(self, owned: Mapping[str, RankShard]) -> None:
+        shards = [one.shard for one in owned.values()]
+        self._names = [*owned]
+        self._views = [one.view for one in shards]
+        self._strides = [one.view.stride() for one in shards]
+        self._parameters = [one.parameter for one in shards if one.parameter is not None and one.memory is None]
+        self._are_whole = not any(one.rows[0] for one in shards)
+        self._tensors: _Tensors | None = None
+
+    def are_in_place(self) -> bool:
+        """Whether the weight of each is its view: told in a few calls of C for all, False says nothing of one alone."""
+        held, views = self._parameters, self._views
+        if len(held) < len(views) or [*map(torch.Tensor.data_ptr, held)] != [*map(torch.Tensor.data_ptr, views)]:
+            return False
+        return [*map(torch.Tensor.stride, held)] == self._strides
+
+    def requests(self, like: object, slots: Entries, rows: RowLists) -> RowRequests | None:
+        """Return requests for the weights and slots of all tables, of tables that are in place.
+
+        Parameters
+        ----------
+        like, slots
+            Of a `LocalState`.
+        rows
+            What to copy of each table, by the name of its shard, counted from its first row.
+
+        Returns
+        -------
+        RowRequests or None
+            None where that has to be told table by table: shards begin within tables, or the rows are of others.
+        """
+        if not self._are_whole or [*rows.tables] != self._names:
+            return None
+        if self._tensors is None or self._tensors.like is not like:
+            self._tensors = self._listed(like, slots)
+        kept = self._tensors
+        tensors = [*map([*self._views, *slots.all()].__getitem__, kept.order)]
+        return RowRequests(kept.lists, tensors, rows)
+
+    def _listed(self, like: object, slots: Entries) -> _Tensors:
+        names: list[str] = []
+        lengths: list[int] = []
+        order: list[int] = []
+        for number, name in enumerate(self._names):
+            start, keys = slots.places.place(name)
+            names += (WEIGHT, *keys)
+            lengths.append(1 + len(keys))
+            first = len(self._views) + start
+            order += (number, *range(first, first + len(keys)))
+        return _Tensors(like, TensorLists(self._names, names, lengths), order)
 
 
 def _is_plain(kind: type[nn.Module]) -> bool:

@@ -202,7 +202,7 @@ class SavePlan:
     decision
         The same on all ranks.
     tables
-        What all ranks together know of the tables: ``slots``, ``fused`` and ``stepped``.
+        What all ranks together know of the tables: ``slots``, ``fused`` and ``stepped`` (of several ranks).
     measures
         By rank, what saves cost it; None where that is not measured.
     """
@@ -228,7 +228,7 @@ def plan_save(
         found.append((local, mine))
         known = {
             "slots": local.documents, "fused": fused_documents(local.state.shards.values()),
-            "stepped": stepped_documents(local.state, local.other),
+            "stepped": {} if training.control.world == 1 else stepped_documents(local.state, local.other),
         }  # fmt: skip
         return {
             "kind": mine.kind, "base": mine.base, "whole": sorted(chain.whole_next),

@@ -7,7 +7,7 @@ the batches of all ranks, so the ranks exchange its marks, once per save: its ow
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,23 +21,25 @@ from cnr_store.format.layout import is_rank_tensor
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.ranks import together
 from cnr_store.segment.codes import array_specs
-from cnr_store.training.background import WEIGHT, LiveRead, SaveJob, WholeShard, failure_message
+from cnr_store.training.background import LiveRead, SaveJob, WholeShard, failure_message
 from cnr_store.training.communication_state import capture_communication
 from cnr_store.training.dense_staging import DenseStaging, StagedDense, stepped_by
 from cnr_store.training.document import TRAINER, KeptDocument, rng_documents, trainer_documents
 from cnr_store.training.dynamic_tables import StagedKeys, give_back_changes, stage_changes
+from cnr_store.training.kept_plan import Entries, OwnedTables
 from cnr_store.training.live_training import LiveTraining
 from cnr_store.training.reader import reader_name
 from cnr_store.training.save_plan import ChainState, SavePlan
 from cnr_store.training.schedule import TrainingPosition
 from cnr_store.training.shards import LocalShard
 from cnr_store.training.state import needs_new_schema
-from cnr_store.training.tensors import leaf_of
+from cnr_store.training.tensors import WEIGHT, leaf_of
 from cnr_store.types import Lattice, RowIds
 from cnr_store.write.table_options import TableOptions
 from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
 from cnr_store_gpu import Cumulative, LatticeCodes, RowRequest, StagingBuffers, Taken
+from cnr_store_gpu.bitmap import TakenRows
 from cnr_store_gpu.words import Words, rows_of
 
 
@@ -64,6 +66,7 @@ class SaveStager:
     residual_bits: int | None = None
     buffers: StagingBuffers = field(default_factory=StagingBuffers)
     _trainer: KeptDocument = field(default_factory=KeptDocument)
+    _tables: OwnedTables | None = None
 
     def begin_reading(self, transaction: Transaction, writer: Writer, plan: SavePlan) -> LiveRead | None:
         """Return what can be read while the training continues; None if the save writes no table whole.
@@ -113,16 +116,17 @@ class SaveStager:
         if read is not None:
             unread = {read.whole[name].key.table for name in read.unread}
             whole -= {one.key.table for one in read.whole.values()} - unread
-        taken: dict[str, Taken] = {}
+        taken: Mapping[str, Taken] = {}
         fixed: dict[str, Callable[[], EncodedTree]] = {}
         keyed: list[StagedKeys] = []
         dense: list[StagedDense] = []
         staged = None
 
         def share() -> dict[str, str]:
+            nonlocal taken
             chain.rate.stage(transaction, writer, chain.whole_next)
             fixed.update(self._put_state(transaction, writer, plan, dense))
-            taken.update(training.tracker.take())
+            taken = training.tracker.take()
             if training.dynamic.tables:
                 keyed.extend(stage_changes(training.dynamic, transaction))
             return words_of(taken, training.holdings.replicated)
@@ -130,9 +134,11 @@ class SaveStager:
         try:
             # Here, so that a rank that cannot take part is known to the others before they stage anything.
             marked = union_of(together(training.control, share))
-            for name, own in training.holdings.owned.items():
-                if own.key.table in marked:
-                    taken[name] = taken_words(name, taken[name].num_rows, marked[own.key.table])
+            if marked:
+                owned = {name: own.key.table for name, own in training.holdings.owned.items()}
+                taken = dict(taken)
+                for name in [name for name, table in owned.items() if table in marked]:
+                    taken[name] = taken_words(name, taken[name].num_rows, marked[owned[name]])
             rows, requests, like = self._touched_rows(plan, taken, whole)
             if self.codes_on_device:
                 coming = {name: training.holdings.owned[name].shard for name in requests}
@@ -170,26 +176,35 @@ class SaveStager:
 
     def _touched_rows(
         self, plan: SavePlan, taken: Mapping[str, Taken], whole: set[str]
-    ) -> tuple[dict[str, RowIds], dict[str, RowRequest], object]:
+    ) -> tuple[Mapping[str, RowIds], Mapping[str, RowRequest], object]:
         """The rows that are written of tables that are not written whole, what of them is to be copied, and its kind.
 
         The kind is for `StagingBuffers.gather`.
         """
+        decision, slots = plan.decision, plan.local.slots
+        is_since_head = decision.kind == "baseline" or decision.base == "head"
+        if self._tables is None:
+            self._tables = OwnedTables(self.training.holdings.owned)
+        like = plan.local.like if not whole and self._tables.are_in_place() else None
+        if like is not None and is_since_head and isinstance(taken, TakenRows) and isinstance(slots, Entries):
+            requests = self._tables.requests(like, slots, taken.rows)
+            if requests is not None:
+                return taken.rows, requests, like
+        return *self._requests_by_table(plan, taken, whole, is_since_head=is_since_head), like
+
+    def _requests_by_table(
+        self, plan: SavePlan, taken: Mapping[str, Taken], whole: set[str], *, is_since_head: bool
+    ) -> tuple[dict[str, RowIds], dict[str, RowRequest]]:
         rows: dict[str, RowIds] = {}
         requests: dict[str, RowRequest] = {}
-        owned = {name: own for name, own in self.training.holdings.owned.items() if own.key.table not in whole}
-        slots, decision, changed = plan.local.slots, plan.decision, self.chain.lineage.changed
-        shards = [own.shard for own in owned.values()]
-        is_in_place = are_in_place(shards)
-        weights = [one.view if is_in_place else one.weight for one in shards]
-        is_since_head = decision.kind == "baseline" or decision.base == "head"
-        for (name, own), weight in zip(owned.items(), weights, strict=True):
-            one, first = taken[name], own.shard.rows[0]
-            local = one.row_ids if is_since_head else rows_since_baseline(one, changed)
-            rows[name] = local + first if first else local
-            on_device = one.device_rows if local is one.row_ids else None
-            requests[name] = RowRequest(local, {WEIGHT: weight, **slots[name]}, on_device)
-        return rows, requests, plan.local.like if is_in_place and not whole else None
+        for name, own in self.training.holdings.owned.items():
+            if own.key.table not in whole:
+                one, first = taken[name], own.shard.rows[0]
+                local = one.row_ids if is_since_head else rows_since_baseline(one, self.chain.lineage.changed)
+                rows[name] = local + first if first else local
+                on_device = one.device_rows if local is one.row_ids else None
+                requests[name] = RowRequest(local, {WEIGHT: own.shard.weight, **plan.local.slots[name]}, on_device)
+        return rows, requests
 
     def _put_state(
         self, transaction: Transaction, writer: Writer, plan: SavePlan, dense: list[StagedDense]
@@ -300,13 +315,3 @@ def wait_for_streams(tensors: Iterable[torch.Tensor]) -> None:
     """
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
-
-
-def are_in_place(shards: Sequence[LocalShard]) -> bool:
-    """Whether the weight of each is its view: told in a few calls of C for all, False says nothing of a single one."""
-    now, known = [one.parameter for one in shards], [one.view for one in shards]
-    held = [one for one in now if one is not None]
-    if len(held) < len(shards) or any(one.memory is not None for one in shards):
-        return False
-    parts = (torch.Tensor.data_ptr, torch.Tensor.stride)
-    return all([*map(part, held)] == [*map(part, known)] for part in parts)

@@ -20,6 +20,7 @@ from cnr_store.format.records import TableSchema
 from cnr_store.runtime.ranks import Ranks
 from cnr_store.training.shards import (
     LocalShard,
+    Slots,
     find_shards,
     whole_shard,
 )
@@ -55,11 +56,14 @@ class StatePlan:
         Name to parameter or persistent buffer that is no table.
     optimized
         Every parameter that an optimizer has.
+    groups
+        By optimizer and group: the names of the group's parameters.
     """
 
     shards: dict[str, LocalShard]
     dense: dict[str, torch.Tensor]
     optimized: tuple[Optimized, ...]
+    groups: Sequence[Sequence[Sequence[str]]]
 
     def owner(self, parameter: torch.Tensor) -> Optimized | None:
         """Return the optimizer's entry of a table's parameter, None if no optimizer has it."""
@@ -131,7 +135,11 @@ def plan_state(
                     raise BadInput(f"parameter {names[id(parameter)]!r} is in two optimizers; it can have one state")
                 name = names[id(parameter)]
                 optimized[id(parameter)] = Optimized(name, parameter, index, number, id(parameter) in is_table)
-    return StatePlan(held, dense, tuple(optimized.values()))
+    groups = [
+        [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
+    return StatePlan(held, dense, tuple(optimized.values()), groups)
 
 
 def optimizer_tensor_name(optimizer: int, parameter: str, key: str) -> str:
@@ -159,21 +167,21 @@ class OtherState:
     Attributes
     ----------
     inline
-        By parameter name and key: what the trainer document holds, as step counters.
+        By optimizer, parameter name and key: what the trainer document holds, as step counters.
     dense
         By name in the store: tensors that are saved whole.
     """
 
-    inline: Mapping[str, Mapping[str, Any]]
+    inline: Sequence[Mapping[str, Mapping[str, Any]]]
     dense: dict[str, torch.Tensor]
 
 
 def other_state(plan: StatePlan, optimizers: Sequence[torch.optim.Optimizer]) -> OtherState:
     """Return the optimizer state as it is now, of tables without their slots, of dense parameters all of it."""
-    inline: dict[str, dict[str, Any]] = {}
+    inline: list[dict[str, dict[str, Any]]] = [{} for _ in optimizers]
     dense: dict[str, torch.Tensor] = {}
     for one in plan.optimized:
-        inline[one.name] = of_parameter = {}
+        inline[one.optimizer][one.name] = of_parameter = {}
         for key, value in _other_state(one, optimizers).items():
             if is_inline(value):
                 of_parameter[key] = value
@@ -241,6 +249,29 @@ def _other_state(one: Optimized, optimizers: Sequence[torch.optim.Optimizer]) ->
     # .get: `state` is a defaultdict, and asking it for a parameter would add an empty entry.
     state: Mapping[str, Any] = optimizer.state.get(one.parameter, {})
     return {key: value for key, value in state.items() if value is not None}
+
+
+def slot_documents(shards: Mapping[str, LocalShard], slots: Mapping[str, Slots]) -> dict[str, Any]:
+    """Return per table and slot the shape that it has for the whole table, and the layout, as the optimizer keeps it.
+
+    ``slots``: by name of the shard.
+    """
+    return {
+        shards[name].table: {
+            slot: {
+                # Keys in order, so that it is stored as an object, not as pairs: a model may have thousands.
+                "layout": "strided" if tensor.layout is torch.strided else "sparse",
+                "shape": [shards[name].num_rows, *_row_shape(tensor, shards[name].dim)],
+            }
+            for slot, tensor in named.items()
+        }
+        for name, named in slots.items()
+    }
+
+
+def _row_shape(slot: torch.Tensor, dim: int) -> list[int]:
+    """The shape of one row of a slot of the whole table."""
+    return list(slot.shape[1:]) if slot_kind(slot) == "row" else [dim]
 
 
 def find_local_shards(

@@ -37,6 +37,9 @@ _TABLE_DTYPES: dict[torch.dtype, TableDtype] = {
     torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16",
 }  # fmt: skip
 
+WEIGHT = "\0weight"
+"""Key of a table's weights among its staged tensors; no slot can have it."""
+
 
 def table_dtype_name(tensor: torch.Tensor, name: str) -> TableDtype:
     """Return the name that the format uses for the dtype of a table or slot.

@@ -10,8 +10,8 @@ failed save. Marking twice, or too much, is always safe.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
@@ -63,6 +63,77 @@ class _Place:
     first_word: int
     num_words: int
     num_rows: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowLists(Mapping[str, RowIds]):
+    """Row ids of many tables, end to end: those of a table are cut out where it is looked up.
+
+    Attributes
+    ----------
+    tables
+        Their names, each once.
+    row_ids
+        int64: of all tables, in their order.
+    counts
+        int64 ``(num_tables,)``: how many each has.
+    """
+
+    tables: Collection[str]
+    row_ids: RowIds
+    counts: npt.NDArray[np.int64]
+    _cut: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def __getitem__(self, table: str) -> RowIds:
+        start, stop = self._bounds()[table]
+        return self.row_ids[start:stop]
+
+    def __contains__(self, table: object) -> bool:
+        return table in self._bounds()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tables)
+
+    def __len__(self) -> int:
+        return len(self.tables)
+
+    def _bounds(self) -> dict[str, tuple[int, int]]:
+        if not self._cut:
+            ends = self.counts.cumsum().tolist()
+            self._cut.update(zip(self.tables, zip([0, *ends], ends, strict=False), strict=True))
+        return self._cut
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TakenRows(Mapping[str, Taken]):
+    """The taken rows of the tables of a bitmap on the host: what is taken of a table is made where it is looked up.
+
+    Attributes
+    ----------
+    rows
+        Of all tables.
+    """
+
+    rows: RowLists
+    _places: Mapping[str, _Place]
+    _words: Words
+    _first_word: int
+
+    def __getitem__(self, table: str) -> Taken:
+        place, rows = self._places[table], self.rows[table]
+        first = place.first_word - self._first_word
+        return Taken(table, place.num_rows, rows, self._words[first : first + place.num_words])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def _spans_of(places: Mapping[str, _Place]) -> npt.NDArray[np.int64]:
+    spans = [(place.first_word, place.num_words) for place in places.values()]
+    return np.array(spans, np.int64).reshape(-1, 2)
 
 
 def check_words(table: str, words: npt.NDArray[Any] | torch.Tensor, num_rows: int) -> Words:
@@ -156,6 +227,7 @@ class RowBitmap:
                 raise BadInput(f"table {table!r} has {num_rows} rows; expected 0 or more", table=table, found=num_rows)
             self._places[table] = _Place(first_word, packed.words_of_rows(num_rows), int(num_rows))
             first_word += packed.aligned_words(num_rows)
+        self._spans = _spans_of(self._places)
         self.words = torch.zeros(first_word, dtype=torch.int32, device=device)
         self.device = self.words.device  # with its number, as tensors there have it
         uses_host = self.device.type == "cpu" if on_host is None else on_host
@@ -299,7 +371,7 @@ class RowBitmap:
         """Return the marked rows, int64, sorted, and clear them. Waits for a device other than the CPU."""
         return self.take_all([table])[table].row_ids
 
-    def take_all(self, tables: Iterable[str] | None = None) -> dict[str, Taken]:
+    def take_all(self, tables: Iterable[str] | None = None) -> Mapping[str, Taken]:
         """Return the marked rows of every table (or of ``tables``), none too, and clear them.
 
         Keep the result until the save has won, and ``give_back`` what it held when it has not. On a device other
@@ -328,11 +400,11 @@ class RowBitmap:
         with packed.LOCK:
             (self.words if table is None else self._slice(self._place(table))).zero_()
 
-    def _take_from_host(self, places: Mapping[str, _Place]) -> dict[str, Taken]:
+    def _take_from_host(self, places: Mapping[str, _Place]) -> Mapping[str, Taken]:
         assert self._host is not None
         if not places:
             return {}
-        spans = np.array([(place.first_word, place.num_words) for place in places.values()], np.int64)
+        spans = self._spans if places is self._places else _spans_of(places)
         first, stop = int(spans[:, 0].min()), int(spans.sum(axis=1).max())
         with packed.LOCK:
             words = self._copy(_Place(first, stop - first, 0))
@@ -341,15 +413,8 @@ class RowBitmap:
             else:
                 for place in places.values():
                     self._slice(place).zero_()
-        spans[:, 0] -= first
-        rows, counts = packed.rows_of_spans(words, spans)
-        taken: dict[str, Taken] = {}
-        ends, stops = np.cumsum(counts).tolist(), spans.sum(axis=1).tolist()
-        for (table, place), start, end, at, stop in zip(
-            places.items(), [0, *ends], ends, spans[:, 0].tolist(), stops, strict=False
-        ):
-            taken[table] = Taken(table, place.num_rows, rows[start:end], words[at:stop])
-        return taken
+        spans = spans - (first, 0)
+        return TakenRows(RowLists(places.keys(), *packed.rows_of_spans(words, spans)), places, words, first)
 
     def _take_from_device(self, places: Mapping[str, _Place]) -> dict[str, Taken]:
         in_order = sorted(places, key=lambda table: places[table].first_word)
@@ -445,7 +510,7 @@ class DeviceBitmaps:
         """Return whether any row of any table is marked; waits for the devices."""
         return any(bitmap.any() for bitmap in self._bitmaps.values())
 
-    def take_all(self, tables: Iterable[str] | None = None) -> dict[str, Taken]:
+    def take_all(self, tables: Iterable[str] | None = None) -> Mapping[str, Taken]:
         """Return the marked rows of every table and clear them; one wait per device."""
         if tables is None and len(self._bitmaps) == 1:
             return next(iter(self._bitmaps.values())).take_all()  # it has all tables, in this order

@@ -8,9 +8,9 @@ not contiguous is copied by torch, tensor by tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -22,6 +22,7 @@ from numba import carray  # type: ignore[attr-defined]
 from cnr_store.runtime.addresses import address_of, int32s_at, int64s_at
 from cnr_store.runtime.jit import njit
 from cnr_store.types import RowIds
+from cnr_store_gpu.bitmap import RowLists
 from cnr_store_gpu.gather import RowRequest, check_range, index_of
 
 SMALL_BYTES = 1 << 18
@@ -46,7 +47,88 @@ def _kinds(tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
 
 def _sizes(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Rows and bytes of plain tensors."""
-    return [[*map(torch.Tensor.size, tensors, repeat(0))], [*map(attrgetter("nbytes"), tensors)]]
+    return [_rows_of(tensors), [*map(attrgetter("nbytes"), tensors)]]
+
+
+def _rows_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    # Of `torch.Tensor` it is a function of Python, which takes six times as long.
+    return [*map(torch._C.TensorBase.__len__, tensors)]  # type: ignore[attr-defined]
+
+
+def _chosen(tensors: Sequence[torch.Tensor], numbers: list[int]) -> Sequence[torch.Tensor]:
+    """Return tensors by their ascending numbers."""
+    return tensors if len(numbers) == len(tensors) else [*map(tensors.__getitem__, numbers)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorLists:
+    """Names and numbers of the tensors of tables, table by table: what requests share that are made again and again.
+
+    Attributes
+    ----------
+    tables
+        Their names.
+    names, lengths
+        Names of all tensors, one table after the other, and how many each table has.
+    """
+
+    tables: list[str]
+    names: list[str]
+    lengths: list[int]
+    _places: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def are(self, known: TensorLists) -> bool:
+        """Whether ``known`` has the same."""
+        if self is known:
+            return True
+        return (self.tables, self.names, self.lengths) == (known.tables, known.names, known.lengths)
+
+    def place(self, table: str) -> tuple[int, int]:
+        """Return where the tensors of a table begin and end among all; raises KeyError."""
+        if not self._places:
+            ends = np.cumsum(self.lengths).tolist()
+            self._places.update(zip(self.tables, zip([0, *ends], ends, strict=False), strict=True))
+        return self._places[table]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowRequests(Mapping[str, RowRequest]):
+    """Requests for rows of many tables, end to end: that of a table is made where it is looked up.
+
+    Attributes
+    ----------
+    lists
+        Which tensors each table has.
+    tensors
+        All of them, in the order of `lists`.
+    rows
+        Row ids of the same tables in the same order, on the host.
+    """
+
+    lists: TensorLists
+    tensors: Sequence[torch.Tensor]
+    rows: RowLists
+
+    def __getitem__(self, table: str) -> RowRequest:
+        start, stop = self.lists.place(table)
+        return RowRequest(
+            self.rows[table], dict(zip(self.lists.names[start:stop], self.tensors[start:stop], strict=True))
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.lists.tables)
+
+    def __len__(self) -> int:
+        return len(self.lists.tables)
+
+
+def tensors_of(requests: Mapping[str, RowRequest]) -> tuple[TensorLists, Sequence[torch.Tensor]]:
+    """Return the tensors of requests, one table after the other."""
+    if isinstance(requests, RowRequests):
+        return requests.lists, requests.tensors
+    named = [*map(attrgetter("tensors"), requests.values())]
+    tensors = [*chain.from_iterable(map(methodcaller("values"), named))]
+    return TensorLists([*requests], [*chain.from_iterable(named)], [*map(len, named)]), tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,8 +137,8 @@ class SmallLayout:
 
     Attributes
     ----------
-    names, lengths, kinds, sizes
-        What it was made of: of all tensors, table by table; how many each table has.
+    lists, kinds, candidates, sizes
+        What it was made of: which tensors each table has, their kinds, which of them can be plain, and their sizes.
     is_plain
         By table: in host memory, with rows of equal numbers that can be copied in units of 4 bytes.
     plain, owners
@@ -72,13 +154,12 @@ class SmallLayout:
         have the same name in tables that are alike, and are copied end to end.
     """
 
-    names: list[str]
-    lengths: list[int]
+    lists: TensorLists
     kinds: list[list[Any]]
     candidates: list[int]
     sizes: list[list[int]]
     is_plain: npt.NDArray[np.bool_]
-    plain: npt.NDArray[np.int64]
+    plain: list[int]
     owners: npt.NDArray[np.int64]
     num_rows: npt.NDArray[np.int64]
     row_bytes: npt.NDArray[np.int64]
@@ -87,24 +168,25 @@ class SmallLayout:
     order: npt.NDArray[np.int64]
     groups: npt.NDArray[np.int64]
 
-    def fits(self, names: list[str], lengths: list[int], tensors: Sequence[torch.Tensor], *, is_like: bool) -> bool:
-        """Whether these tensors have this layout; ``is_like``: names, kinds and sizes in bytes are known to be its."""
-        if lengths != self.lengths:
+    def fits(self, lists: TensorLists, tensors: Sequence[torch.Tensor], *, is_like: bool) -> bool:
+        """Whether these tensors have this layout; ``is_like``: kinds and sizes in bytes are known to be its."""
+        if not lists.are(self.lists):
             return False
-        candidates = [*map(tensors.__getitem__, self.candidates)]
+        candidates = _chosen(tensors, self.candidates)
         if is_like:  # then their dtypes and numbers of elements are those of the layout, too
-            return [*map(torch.Tensor.size, candidates, repeat(0))] == self.sizes[0]
-        return names == self.names and _kinds(tensors) == self.kinds and _sizes(candidates) == self.sizes
+            return _rows_of(candidates) == self.sizes[0]
+        return _kinds(tensors) == self.kinds and _sizes(candidates) == self.sizes
 
 
-def _layout(names: list[str], lengths: list[int], tensors: Sequence[torch.Tensor]) -> SmallLayout:
+def _layout(lists: TensorLists, tensors: Sequence[torch.Tensor]) -> SmallLayout:
+    names, lengths = lists.names, lists.lengths
     kinds = _kinds(tensors)
     candidates = [
         at
         for at, (_, layout, is_cpu, dims) in enumerate(zip(*kinds, strict=True))
         if layout is torch.strided and is_cpu and 1 <= dims <= _MOST_DIMS
     ]
-    sizes = _sizes([*map(tensors.__getitem__, candidates)])
+    sizes = _sizes(_chosen(tensors, candidates))
     num_rows, row_bytes = np.zeros(len(tensors), np.int64), np.zeros(len(tensors), np.int64)
     num_rows[candidates] = sizes[0]
     row_bytes[candidates] = np.array(sizes[1], np.int64) // np.maximum(sizes[0], 1)
@@ -126,7 +208,7 @@ def _layout(names: list[str], lengths: list[int], tensors: Sequence[torch.Tensor
         alike[owner] = numbers.setdefault(tuple(form), len(numbers))
     groups = alike[owners] * (max(lengths, default=0) + 1) + plain - (ends - lengths)[owners]
     return SmallLayout(
-        names, lengths, kinds, candidates, sizes, is_plain, plain, owners, num_rows[plain], row_bytes[plain], shapes,
+        lists, kinds, candidates, sizes, is_plain, plain.tolist(), owners, num_rows[plain], row_bytes[plain], shapes,
         alike, np.argsort(groups, kind="stable"), groups,
     )  # fmt: skip
 
@@ -167,12 +249,11 @@ class SmallCopies:
         Bytes of the memory that `copy` is given, and of that for all rows of these tables.
     """
 
-    row_ids: dict[str, RowIds]
+    row_ids: Mapping[str, RowIds]
     size_bytes: int
     layout: SmallLayout
     end: int
     most: int
-    _tables: list[str]
     _chosen: npt.NDArray[np.int64]
     """Of each copy: where its tensor is among the plain ones of the layout."""
     _parts: npt.NDArray[np.int64]
@@ -197,7 +278,9 @@ class SmallCopies:
         outside = gather_parts(parts)
         if outside >= 0:
             at = self._chosen[outside]
-            check_range(index_of(requests[self._tables[self.layout.owners[at]]].row_ids), self.layout.num_rows[at])
+            check_range(
+                index_of(requests[self.layout.lists.tables[self.layout.owners[at]]].row_ids), self.layout.num_rows[at]
+            )
 
     def tensors_of(self, table: str) -> dict[str, torch.Tensor]:
         """Return the copies of a table by name, as tensors that share the memory they are in; made anew by each call.
@@ -226,18 +309,18 @@ class SmallCopies:
     def joined(self, as_array: Callable[[torch.Tensor], npt.NDArray[Any]]) -> list[JoinedCopies]:
         """Return the copies of all tables, those of tables that are alike together; ``as_array`` as in `arrays_of`."""
         layout, chosen = self.layout, self._chosen
-        owners, tensors = layout.owners[chosen], layout.plain[chosen].tolist()
+        owners, tensors = layout.owners[chosen], [*map(layout.plain.__getitem__, chosen.tolist())]
         starts = _are_first(layout.groups[chosen]).nonzero()[0]
         found: dict[int, JoinedCopies] = {}
         for first, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(chosen)], strict=True):
             number, counts = int(layout.alike[owners[first]]), self._parts[first:stop, 1]
             if number not in found:
-                tables = [*map(self._tables.__getitem__, owners[first:stop].tolist())]
+                tables = [*map(layout.lists.tables.__getitem__, owners[first:stop].tolist())]
                 found[number] = JoinedCopies(tables, counts, {})
             dtype, shape, total = layout.kinds[0][tensors[first]], layout.shapes[chosen[first]], int(counts.sum())
             start = int(self._parts[first, 4]) // dtype.itemsize
             flat = self._array_of(dtype, as_array)[start : start + total * math.prod(shape)]
-            found[number].arrays[layout.names[tensors[first]]] = flat.reshape(total, *shape)
+            found[number].arrays[layout.lists.names[tensors[first]]] = flat.reshape(total, *shape)
         return [*found.values()]
 
     def _array_of(self, dtype: torch.dtype, as_array: Callable[[torch.Tensor], npt.NDArray[Any]]) -> npt.NDArray[Any]:
@@ -255,14 +338,15 @@ class SmallCopies:
     def _places_of(self, table: str) -> list[_Place]:
         """Of each copy of a table: name, dtype, rows, shape of a row, and the element that it begins at."""
         if not self._places:
-            layout, plain = self.layout, self.layout.plain[self._chosen].tolist()
-            for at, tensor, owner, count, begin in zip(
-                self._chosen.tolist(), plain, layout.owners[self._chosen].tolist(), self._parts[:, 1].tolist(),
+            layout = self.layout
+            for at, owner, count, begin in zip(
+                self._chosen.tolist(), layout.owners[self._chosen].tolist(), self._parts[:, 1].tolist(),
                 self._parts[:, 4].tolist(), strict=True,
             ):  # fmt: skip
+                tensor = layout.plain[at]
                 dtype = layout.kinds[0][tensor]
-                place = layout.names[tensor], dtype, count, layout.shapes[at], begin // dtype.itemsize
-                self._places.setdefault(self._tables[owner], []).append(place)
+                place = layout.lists.names[tensor], dtype, count, layout.shapes[at], begin // dtype.itemsize
+                self._places.setdefault(layout.lists.tables[owner], []).append(place)
         return self._places[table]
 
 
@@ -279,30 +363,35 @@ def small_copies(
     known, is_like
         The layout of an earlier call, and whether names and kinds of tensors are known to be as they were in that.
     """
-    asked = [*requests.values()]
-    named = [one.tensors for one in asked]
-    tensors = [*chain.from_iterable(map(methodcaller("values"), named))]
-    names, lengths = [*chain.from_iterable(named)], [*map(len, named)]
+    lists, tensors = tensors_of(requests)
     layout = known
-    if layout is None or not layout.fits(names, lengths, tensors, is_like=is_like):
-        layout = _layout(names, lengths, tensors)
-    tables, ids = [*requests], [one.row_ids for one in asked]
-    fits = _are_plain(ids)
+    if layout is None or not layout.fits(lists, tensors, is_like=is_like):
+        layout = _layout(lists, tensors)
+    tables = lists.tables
+    all_ids: Mapping[str, RowIds | torch.Tensor]
+    if isinstance(requests, RowRequests):
+        all_ids, counts, fits = requests.rows, requests.rows.counts, layout.is_plain.copy()
+    else:
+        ids = [one.row_ids for one in requests.values()]
+        all_ids, counts = dict(zip(tables, ids, strict=True)), np.fromiter(map(len, ids), np.int64, len(ids))
+        fits = layout.is_plain & _are_plain(ids)
     if without:
         fits &= np.array([table not in without for table in tables], bool)
-    counts = np.fromiter(map(len, ids), np.int64, len(ids))
-    plain = [*map(tensors.__getitem__, layout.plain.tolist())]
+    plain = _chosen(tensors, layout.plain)
     starts = np.array([*map(torch.Tensor.data_ptr, plain)], np.int64)
     held = np.array([*map(torch.Tensor.is_contiguous, plain)], bool) & (starts != 0)  # 0: the storage was freed
     sizes = counts[layout.owners] * layout.row_bytes
-    fits &= layout.is_plain & (np.bincount(layout.owners, sizes, len(asked)) <= SMALL_BYTES)
-    fits &= np.bincount(layout.owners, ~held | (starts % _UNIT != 0), len(asked)) == 0
+    fits &= np.bincount(layout.owners, sizes, len(tables)) <= SMALL_BYTES
+    fits &= np.bincount(layout.owners, ~held | (starts % _UNIT != 0), len(tables)) == 0
     chosen = layout.order[fits[layout.owners[layout.order]]]
     owners, rows, row_bytes, sizes = (one[chosen] for one in (layout.owners, layout.num_rows, layout.row_bytes, sizes))
-    row_ids: dict[str, Any] = {tables[at]: ids[at] for at in np.flatnonzero(fits).tolist()}
-    joined = np.concatenate([*row_ids.values(), np.empty(0, np.int64)])
-    addresses = np.zeros(len(asked), np.int64)
-    addresses[fits] = address_of(joined) + 8 * (np.cumsum(counts[fits]) - counts[fits])
+    row_ids: Mapping[str, Any]
+    if isinstance(all_ids, RowLists) and fits.all():
+        row_ids, joined, lengths = all_ids, all_ids.row_ids, counts
+    else:
+        row_ids = {tables[at]: all_ids[tables[at]] for at in np.flatnonzero(fits).tolist()}
+        joined, lengths = np.concatenate([*row_ids.values(), np.empty(0, np.int64)]), counts * fits
+    addresses = address_of(joined) + 8 * (np.cumsum(lengths) - lengths)
     begins = _begins(sizes, layout.groups[chosen])
     parts = np.empty((len(chosen), PART_FIELDS), np.int64)
     for column, own in enumerate((addresses[owners], counts[owners], rows, starts[chosen], begins, row_bytes // _UNIT)):
@@ -311,7 +400,7 @@ def small_copies(
     if len(chosen):
         whole = rows * row_bytes
         end, most = int(begins[-1] + sizes[-1]), int(_begins(whole, layout.groups[chosen])[-1] + whole[-1])
-    return SmallCopies(row_ids, int(sizes.sum()), layout, end, most, tables, chosen, parts, joined)
+    return SmallCopies(row_ids, int(sizes.sum()), layout, end, most, chosen, parts, joined)
 
 
 def _are_plain(ids: Sequence[RowIds | torch.Tensor]) -> npt.NDArray[np.bool_]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,14 +42,19 @@ class Staged:
         Bytes of the gathered rows, as floats.
     """
 
-    def __init__(self, order: Mapping[str, tuple[str, ...]], give_back: Callable[[], None]) -> None:
+    def __init__(self, tables: Collection[str], give_back: Callable[[], None]) -> None:
         self.size_bytes = 0
-        self._order = order
+        self._tables = tables
+        self._names: dict[str, tuple[str, ...]] = {}
         self._give_back: Callable[[], None] | None = give_back
         self._here = Delivery()
         self._under_way: list[Future[Delivery]] = []
         self._small: SmallCopies | None = None
         self._merging, self._releasing = threading.Lock(), threading.Lock()
+
+    def name(self, table: str, names: Iterable[str]) -> None:
+        """Say which tensors a table has that is not small."""
+        self._names[table] = tuple(names)
 
     def expect(self, delivery: Delivery | Future[Delivery]) -> None:
         """Add arrays that are here, or will be."""
@@ -62,7 +67,6 @@ class Staged:
         """Add copies of small tables, once; their tensors are made when they are asked for."""
         self._small = small
         self.size_bytes += small.size_bytes
-        self._here.row_ids |= small.row_ids
 
     @property
     def is_ready(self) -> bool:
@@ -87,7 +91,7 @@ class Staged:
                     raise
                 except Exception as error:
                     raise BackgroundSaveFailed(
-                        f"the staged rows of tables {sorted(self._order)} did not reach the host ({error}); release "
+                        f"the staged rows of tables {sorted(self._tables)} did not reach the host ({error}); release "
                         "them, and save their rows again"
                     ) from error
                 self._add(arrived)
@@ -103,9 +107,10 @@ class Staged:
     @property
     def row_ids(self) -> dict[str, RowIds]:
         """By table: int64, as they were asked for. Blocks as `wait` if they were on a device."""
-        if self._here.row_ids.keys() != self._order.keys():
+        if self._here.row_ids.keys() != self._names.keys():
             self.wait()
-        return {table: self._here.row_ids[table] for table in self._order}
+        small = {} if self._small is None else self._small.row_ids
+        return {table: small[table] if table in small else self._here.row_ids[table] for table in self._tables}
 
     @property
     def tensors(self) -> Mapping[str, dict[str, torch.Tensor]]:
@@ -114,7 +119,7 @@ class Staged:
         Without what is in `codes` instead. Views of memory that a gather after the release overwrites, made when a
         table is looked up.
         """
-        return _TensorsByTable(self._order, self.wait()._here.tensors, self._small)
+        return _TensorsByTable(self._tables, self._names, self.wait()._here.tensors, self._small)
 
     def arrays(self, table: str, as_array: Callable[[torch.Tensor], npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
         """Return `tensors` of one table as arrays, each as ``as_array`` converts it. Blocks as `wait`.
@@ -159,21 +164,21 @@ class Staged:
 class _TensorsByTable(Mapping[str, dict[str, torch.Tensor]]):
     """`Staged.tensors`: tables in the order in which they were asked for."""
 
-    order: Mapping[str, tuple[str, ...]]
+    tables: Collection[str]
+    names: Mapping[str, tuple[str, ...]]
     arrived: Mapping[tuple[str, str], torch.Tensor]
     small: SmallCopies | None
 
     def __getitem__(self, table: str) -> dict[str, torch.Tensor]:
-        names = self.order[table]
         if self.small is not None and table in self.small.row_ids:
             return self.small.tensors_of(table)
-        return {name: self.arrived[table, name] for name in names if (table, name) in self.arrived}
+        return {name: self.arrived[table, name] for name in self.names[table] if (table, name) in self.arrived}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.order)
+        return iter(self.tables)
 
     def __len__(self) -> int:
-        return len(self.order)
+        return len(self.tables)
 
 
 GROWTH = 1.125
@@ -314,7 +319,7 @@ class StagingBuffers:
         Parameters
         ----------
         requests
-            Rows and tensors by table. A table without rows yields tensors ``(0, ...)``.
+            Rows and tensors by table, as a dict or as `RowRequests`. A table without rows yields tensors ``(0, ...)``.
         like
             With the same object as in the gather before, the caller says that tables and tensors have the names,
             dtypes, devices, layouts and numbers of elements that they had then: these are not compared. It is kept
@@ -335,8 +340,7 @@ class StagingBuffers:
             slot = self._free.pop()
         slot.deliveries = []
         try:
-            order = {table: tuple(request.tensors) for table, request in requests.items()}
-            staged = Staged(order, lambda: self._free_when_done(slot))
+            staged = Staged([*requests], lambda: self._free_when_done(slot))
             self._stage(staged, slot, requests, like)
         except BaseException:
             self._free_when_done(slot)
@@ -369,11 +373,11 @@ class StagingBuffers:
     # ---- copies
 
     def _stage(self, staged: Staged, slot: _Slot, requests: Mapping[str, RowRequest], like: object) -> None:
-        for table in self.quantize.keys() & requests.keys():
+        for table in [table for table in self.quantize if table in requests]:
             self._check_quantizer(table, requests[table])
         here = Delivery()
         by_device: dict[torch.device, tuple[list[StagedArray], list[StagedIds]]] = {}
-        rest = requests
+        rest: Mapping[str, RowRequest] = requests
         if self._given is None:
             is_like = like is not None and like is self._like
             small = small_copies(requests, without=self.quantize, known=self._small, is_like=is_like)
@@ -382,8 +386,11 @@ class StagingBuffers:
                 memory = slot.memory.take(("small rows", "", ""), (small.end,), torch.uint8, at_most=small.most)
                 small.copy(requests, memory)
                 staged.add_small(small)
-                rest = {table: one for table, one in requests.items() if table not in small.row_ids}
+                held = small.row_ids
+                is_all = len(held) == len(requests)
+                rest = {} if is_all else {table: one for table, one in requests.items() if table not in held}
         for table, request in rest.items():
+            staged.name(table, request.tensors)
             index, num_rows = index_of(request.row_ids), common_rows(request.tensors)
             if index.device.type == "cpu":
                 here.row_ids[table] = index.numpy() if isinstance(request.row_ids, torch.Tensor) else request.row_ids

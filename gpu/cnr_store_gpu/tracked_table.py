@@ -200,10 +200,6 @@ class TrackedTable:
     keeps_ever: bool = field(default=False, init=False)
     stepped: bool = field(default=False, init=False)  # the running step has a gradient for it
 
-    def begin_interval(self) -> None:
-        """Forget what steps and writers did in the last one."""
-        self.reach, self.followed, self.marked = Movement.TOUCHED, None, False
-
     def restamp(self) -> None:
         """Take the present weights as known, and the memory that they were put in: their owner has written them."""
         now = stamp_of(self.weight)
@@ -224,10 +220,10 @@ def stamp_of(weight: torch.Tensor | None) -> tuple[int, int] | None:
 
 def stamps_of(weights: Sequence[torch.Tensor | None]) -> list[tuple[int, int] | None]:
     """Return `stamp_of` each of many weights."""
-    held = [weight for weight in weights if weight is not None]
-    if len(held) < len(weights) or any(map(torch.Tensor.is_inference, held)):
+    try:
+        return [*zip(map(attrgetter("_version"), weights), map(torch.Tensor.data_ptr, weights), strict=True)]  # type: ignore[arg-type]
+    except (AttributeError, RuntimeError):  # there is none, or it counts no versions
         return [*map(stamp_of, weights)]
-    return [*zip(map(attrgetter("_version"), held), map(torch.Tensor.data_ptr, held), strict=True)]
 
 
 class TrackedTables:
@@ -250,7 +246,15 @@ class TrackedTables:
     def written(self) -> list[TrackedTable]:
         """Return the tables whose weights are not as they were stamped."""
         stamps = stamps_of([one.weight for one in self._tables])
+        if stamps == [one.stamp for one in self._tables]:
+            return []
         return [one for one, now in zip(self._tables, stamps, strict=True) if now != one.stamp]
+
+    def begin_interval(self) -> None:
+        """Forget what steps and writers did to each table in the last one."""
+        touched = Movement.TOUCHED  # told once: it takes longer than all else here
+        for one in self._tables:
+            one.reach, one.followed, one.marked = touched, None, False
 
     def find(self, name: str) -> TrackedTable:
         """Return the table or shard of that name.

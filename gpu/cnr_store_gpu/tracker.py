@@ -334,7 +334,7 @@ class RowTracker:
 
     # ---- handing rows out
 
-    def take(self) -> dict[str, Taken]:
+    def take(self) -> Mapping[str, Taken]:
         """Return, for every table and shard, the rows to save, and start the next interval.
 
         The rows are the marked ones, those of the sources, others that the optimizer changes (EVER_TOUCHED, ALL), and
@@ -362,15 +362,14 @@ class RowTracker:
             # A write that left the version alone (through `.data`) must not excuse one of a later interval.
             watched.declared = False
         self._check_sample()
-        for watched in self._tables:
-            if watched.reach is not Movement.TOUCHED:
-                self._following.add_moved(watched)
+        touched = Movement.TOUCHED
+        for watched in [one for one in self._tables if one.reach is not touched]:
+            self._following.add_moved(watched)
         taken = self.bitmap.take_all()
         self._ledger.begin_interval()
-        for watched in self._tables:
-            watched.begin_interval()
-            if watched.keeps_ever:
-                self._following.ever.add(taken[watched.table])
+        self._tables.begin_interval()
+        for watched in [one for one in self._tables if one.keeps_ever]:
+            self._following.ever.add(taken[watched.table])
         for lookup in self._ledger.in_flight():
             self._tables.mark_again(lookup)
         if self._probe is not None:
@@ -398,8 +397,8 @@ class RowTracker:
         self.bitmap.clear()
         self._ledger.begin_interval()
         self._following.ever.clear()
+        self._tables.begin_interval()
         for watched in self._tables:
-            watched.begin_interval()
             watched.declared = False
             watched.restamp()
             if watched.memory is not None:

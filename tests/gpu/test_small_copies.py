@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from cnr_store.errors import BadRowIds, BadShape
 from cnr_store.training.tensors import as_array
 from cnr_store_gpu import RowBitmap, RowRequest, RowTracker, StagingBuffers, gather_rows
-from cnr_store_gpu.small_copies import SMALL_BYTES, small_copies
+from cnr_store_gpu.bitmap import RowLists
+from cnr_store_gpu.small_copies import SMALL_BYTES, RowRequests, TensorLists, small_copies
 from cnr_store_gpu.tables import rows_with_gradient
 from cnr_store_gpu.words import rows_of, rows_of_spans
 
@@ -135,6 +136,49 @@ def test_small_copies_that_are_alike_lie_end_to_end(data: st.DataObject) -> None
                 alone = staged.arrays(name, as_array)
                 assert alone.keys() == one.arrays.keys()
                 assert all(array[start:stop].tobytes() == alone[key].tobytes() for key, array in one.arrays.items())
+        staged.release()
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_requests_end_to_end_copy_what_requests_by_table_do(data: st.DataObject) -> None:
+    """Also of tables that are not small, or lie otherwise: these are made into single requests again."""
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+    tables: dict[str, dict[str, torch.Tensor]] = {}
+    for number in range(data.draw(st.integers(1, 5))):
+        num_rows, dim = data.draw(st.sampled_from([1, 9, 1 << 12])), data.draw(st.integers(1, 5))
+        weight = torch.from_numpy(random.standard_normal((num_rows, dim))).to(data.draw(st.sampled_from(DTYPES)))
+        tables[f"t{number}"] = {"weight": weight, "sum": torch.arange(float(num_rows))}
+        if data.draw(st.booleans()):
+            tables[f"t{number}"]["wide"] = torch.arange(float(num_rows * dim)).view(dim, num_rows).T
+    lists = TensorLists(
+        [*tables], [name for own in tables.values() for name in own], [len(own) for own in tables.values()]
+    )
+    tensors = [one for own in tables.values() for one in own.values()]
+    buffers, kind = StagingBuffers(), object()
+    for _ in range(2):
+        ids = [
+            np.sort(random.integers(0, len(own["sum"]), data.draw(st.sampled_from([0, 1, 7, 1 << 16]))))
+            for own in tables.values()
+        ]
+        rows = RowLists([*tables], np.concatenate(ids), np.array([*map(len, ids)]))
+        requests = {name: RowRequest(own, tables[name]) for name, own in zip(tables, ids, strict=True)}
+        together = RowRequests(lists, tensors, rows)
+        assert [*together] == [*requests]
+        assert len(together) == len(requests)
+        assert "none" not in together
+
+        staged, alone = buffers.gather(together, like=kind), StagingBuffers().gather(requests)
+
+        assert [*staged.tensors] == [*alone.tensors]
+        assert (staged.size_bytes, staged.host_bytes) == (alone.size_bytes, alone.host_bytes)
+        for name, found in alone.tensors.items():
+            assert staged.row_ids[name].tolist() == alone.row_ids[name].tolist() == requests[name].row_ids.tolist()
+            assert [*staged.tensors[name]] == [*found]
+            for key, one in found.items():
+                assert one.dtype == staged.tensors[name][key].dtype
+                assert as_array(one).tobytes() == as_array(staged.tensors[name][key]).tobytes()
+        assert [one.tables for one in staged.joined(as_array)] == [one.tables for one in alone.joined(as_array)]
         staged.release()
 
 

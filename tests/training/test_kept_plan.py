@@ -6,10 +6,11 @@ import contextlib
 import copy
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -18,9 +19,7 @@ from torch import nn
 
 from cnr_store.format.records import SlotSchema, TableSchema
 from cnr_store.runtime.ranks import OneRank
-from cnr_store.training.document import slot_documents
-from cnr_store.training.kept_plan import KeptPlan, LocalState
-from cnr_store.training.save_staging import are_in_place
+from cnr_store.training.kept_plan import Entries, KeptPlan, LocalState, OwnedTables
 from cnr_store.training.shards import hold
 from cnr_store.training.state import (
     find_local_shards,
@@ -28,9 +27,12 @@ from cnr_store.training.state import (
     needs_new_schema,
     other_state,
     plan_state,
+    slot_documents,
 )
+from cnr_store.training.tensors import WEIGHT
 from cnr_store.types import FloatBits, Lattice
 from cnr_store.write.table_options import TableOptions
+from cnr_store_gpu.bitmap import RowLists
 from tests.training.runs import KINDS, Training
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch itself, by its Adagrad
@@ -164,7 +166,9 @@ ACTIONS: list[Callable[[Planned], None]] = [
 
 def same(a: Any, b: Any) -> bool:
     """Whether both are made of the same objects: tensors by identity, numbers by value."""
-    if isinstance(a, dict):
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, Mapping):
         return a.keys() == b.keys() and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
     if isinstance(a, torch.Tensor) and a.is_sparse:
         return bool(a._values().data_ptr() == b._values().data_ptr())
@@ -268,10 +272,39 @@ def test_a_state_dict_hook_that_leaves_out_other_buffers_later_is_seen() -> None
 def test_shards_are_in_place_until_a_parameter_has_other_memory() -> None:
     model = nn.ModuleList(nn.Embedding(4, 2) for _ in range(3))
     _, shards = find_local_shards(model, [], (), OneRank())
-    assert are_in_place(shards)
+    tables = OwnedTables(hold(shards, OneRank()).owned)
+    assert tables.are_in_place()
     assert all(shard.weight is shard.view for shard in shards)
 
     model[1].weight.data = torch.ones(4, 2)  # a library may give a parameter other memory
 
-    assert not are_in_place(shards)
+    assert not tables.are_in_place()
     assert shards[1].weight.data_ptr() != shards[1].view.data_ptr()
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_requests_for_all_tables_are_those_of_each_table(kind: str) -> None:
+    one = Planned(kind)
+    tables = OwnedTables(one.holdings.owned)
+    for _ in range(2):
+        trains(one)
+        local = one.kept.local_state()
+    taken = {name: torch.arange(at) for at, name in enumerate(one.holdings.owned)}
+    counts = np.array([*map(len, taken.values())])
+    rows = RowLists([*taken], torch.cat([*taken.values()]).numpy(), counts)
+    if not isinstance(local.slots, Entries):
+        assert local.like is None  # then the stager asks table by table
+        return
+
+    for _ in range(2):
+        found = tables.requests(local.like, local.slots, rows)
+
+        assert found is not None
+        assert [*found] == [*taken]
+        for name, own in one.holdings.owned.items():
+            assert found[name].row_ids.tolist() == taken[name].tolist()
+            assert same(found[name].tensors, {WEIGHT: own.shard.weight, **local.slots[name]})
+        trains(one)
+        local = one.kept.local_state()
+    others = RowLists([*taken][1:], rows.row_ids, counts[1:])
+    assert tables.requests(local.like, local.slots, others) is None

@@ -481,18 +481,23 @@ def test_the_first_loss_is_the_first_checkpoints_whatever_comes_after(
         life.manager.wait_until_finished()
     life.next(2)
 
-    assert {rate_in(url, report.version).first_loss for report in life.manager.history} == {4.0}
+    assert {rate_in(url, report.version).run.first_loss for report in life.manager.history} == {4.0}
     assert life.manager.rate.first_loss == 4.0
 
 
 @pytest.mark.parametrize("rate", [{"loss": math.inf}, {"first_loss": math.inf}, {"calibrated": {"weight": math.inf}}])
 def test_a_checkpoint_whose_rates_are_infinite_is_corrupt(rate: dict[str, Any]) -> None:
     """Found by review: the schedule refused it later, as if the caller had given it."""
-    trainer = {"format": 1, "optimizers": [], "slots": {}}
-    progress = {"options": [], "state": [], "extras": {}}
-    assert trainer_of(trainer, {**progress, "rate": {"loss": 1.0}}).rate.loss == 1.0
+    trainer = {"format": 1, "optimizers": [], "slots": {}, "rates": {"calibrated": {"weight": 0.5}}}
+    progress = {"options": [], "state": [], "extras": {}, "rate": {"loss": 1.0}}
+    good = trainer_of(trainer, progress).rate
+    assert (good.run.loss, good.tables.calibrated) == (1.0, {"weight": 0.5})
+    is_of_tables = "calibrated" in rate
     with pytest.raises(CorruptStore, match=next(iter(rate))):
-        trainer_of(trainer, {**progress, "rate": rate})
+        trainer_of(
+            {**trainer, "rates": rate} if is_of_tables else trainer,
+            progress if is_of_tables else {**progress, "rate": rate},
+        )
 
 
 def test_a_table_that_is_no_lattice_any_more_leaves_the_schedule(url: str) -> None:

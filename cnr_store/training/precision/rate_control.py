@@ -16,7 +16,7 @@ from cnr_store.encodings.scale import ScaleChoice
 from cnr_store.errors import BadInput
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.ranks import Ranks, together
-from cnr_store.training.document import RateDocument, slot_bits_by
+from cnr_store.training.document import RateDocument, RunRates, TableRates, slot_bits_by
 from cnr_store.training.precision.measuring import ScaleMeter, step_of
 from cnr_store.training.save_interval import SaveInterval
 from cnr_store.training.shards import Holdings
@@ -33,7 +33,7 @@ from cnr_store.write.rate import (
     smoothed,
 )
 from cnr_store.write.schema_choice import asked_bits, given_scale, keeps_slots
-from cnr_store.write.table_options import TableOptions
+from cnr_store.write.table_options import SlotBits, TableOptions
 from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
 
@@ -136,6 +136,7 @@ class RateControl:
                     )
         self._options, self._meter, self._schedule = dict(options), ScaleMeter(holdings), schedule
         self._calibrated: dict[str, float] = {}
+        self._of_options: tuple[list[str], dict[str, SlotBits | dict[str, SlotBits]]] | None = None  # as documents say
         self._first_loss: float | None = None
         self._loss: float | None = None
         self._losses = 0
@@ -184,6 +185,7 @@ class RateControl:
     def calibrated(self, scales: Mapping[str, float]) -> None:
         """Store tables at scales that a validation chose, from now on and in the runs that restore this one."""
         self._calibrated |= scales
+        self._of_options = None
         for table, scale in scales.items():
             self._options[table] = replace(self._options[table], scale=scale)
 
@@ -207,14 +209,15 @@ class RateControl:
         kept
             Tables that stay as they are stored, under their own names.
         """
-        self._restores = document.restores + 1
+        self._restores = document.run.restores + 1
         self._bits, self._pending, self._staged = {}, {}, {}
-        self._first_loss, self._loss, self._losses = document.first_loss, document.loss, document.losses
+        run, tables = document.run, document.tables
+        self._first_loss, self._loss, self._losses = run.first_loss, run.loss, run.losses
         self._staged_first = None
-        self._halved = {table: halvings for table, halvings in document.halved.items() if table in kept}
+        self._halved = {table: halvings for table, halvings in tables.halved.items() if table in kept}
         found = ((table, step_of(writer.snapshot.tables[table])) for table in kept)
         self._steps = {table: step for table, step in found if step is not None}
-        self.calibrated({table: scale for table, scale in document.calibrated.items() if self._is_unsaid(table)})
+        self.calibrated({table: scale for table, scale in tables.calibrated.items() if self._is_unsaid(table)})
         if self._schedule == "loss":
             self._follow_loss(ranks, writer)
         growing: dict[str, tuple[AffineBits, AffineBits]] = {}
@@ -222,10 +225,10 @@ class RateControl:
             if table not in kept:
                 continue
             if options.bits != "auto":
-                self._follow_options(table, writer.snapshot.tables[table].encoding, document)
+                self._follow_options(table, writer.snapshot.tables[table].encoding, tables)
                 continue
             assert options.expected_restores is not None  # refused when the manager was made
-            bits = known_bits(document.bits, table, options.expected_restores)
+            bits = known_bits(tables.bits, table, options.expected_restores)
             self._bits[table] = bits
             wanted = bits_after(options.expected_restores, self._restores)
             if wanted > bits:
@@ -234,7 +237,7 @@ class RateControl:
             self._widen(ranks, writer, growing)
         for table in self._options:
             if table in kept:
-                self._follow_slot_bits(table, writer.snapshot.tables[table], document)
+                self._follow_slot_bits(table, writer.snapshot.tables[table], tables)
 
     def _widen(self, ranks: Ranks, writer: Writer, growing: Mapping[str, tuple[AffineBits, AffineBits]]) -> None:
         """Plan the widths that the restores ask for, by table the width of now and that; all ranks call it."""
@@ -255,7 +258,7 @@ class RateControl:
                     "table %s: %d bits instead of %d (%s): %s", table, wanted, bits, reason, _effect_of(planned)
                 )
 
-    def _follow_options(self, table: str, encoding: Encoding, document: RateDocument) -> None:
+    def _follow_options(self, table: str, encoding: Encoding, known_rates: TableRates) -> None:
         """Plan a baseline of a table whose options ask for another scale than those of the checkpoint did."""
         options = self._options[table]
         if options.bits is not None:
@@ -265,7 +268,7 @@ class RateControl:
         if self._schedule != "constant" or table in self._calibrated:
             return
         if self._has_target(table):
-            known = None if table in document.given else document.bits.get(table, asked_bits(TableOptions()))
+            known = None if table in known_rates.given else known_rates.bits.get(table, asked_bits(TableOptions()))
             if known == asked_bits(options):
                 return
             reason = f"bits={asked_bits(options)} is asked for now, not {known or 'a given scale'}"
@@ -278,9 +281,9 @@ class RateControl:
         self._pending[table] = Refinement("baseline", 0, asked_bits(options), reason)
         logger.info("table %s: %s: %s", table, reason, _effect_of(self._pending[table]))
 
-    def _follow_slot_bits(self, table: str, schema: TableSchema, document: RateDocument) -> None:
+    def _follow_slot_bits(self, table: str, schema: TableSchema, known_rates: TableRates) -> None:
         """Plan a baseline of a table whose slots are to be stored in other bits than the checkpoint's options gave."""
-        options, before = self._options[table], document.slot_bits.get(table)
+        options, before = self._options[table], known_rates.slot_bits.get(table)
         if not keeps_slots(schema, replace(options, slot_bits=before), options):
             reason = f"slot_bits={options.slot_bits} is asked for now, not {before}"
             due = self._pending.get(table)
@@ -413,12 +416,12 @@ class RateControl:
 
     def document(self) -> RateDocument:
         """Return what the next checkpoint records, after `stage`."""
-        given = [t for t in sorted(self._options.keys() - self._calibrated.keys()) if not self._has_target(t)]
-        return RateDocument(
-            restores=self._restores, bits={**self._bits, **self._staged}, first_loss=self._staged_first,
-            loss=self._loss, losses=self._losses, halved=self._halved_after(), calibrated=self._calibrated, given=given,
-            slot_bits=slot_bits_by(self._options),
-        )  # fmt: skip
+        if self._of_options is None:
+            given = [t for t in sorted(self._options.keys() - self._calibrated.keys()) if not self._has_target(t)]
+            self._of_options = given, slot_bits_by(self._options)
+        run = RunRates(self._restores, self._staged_first, self._loss, self._losses)
+        bits: dict[str, int] = {**self._bits, **self._staged}
+        return RateDocument(run, TableRates(bits, self._halved_after(), self._calibrated, *self._of_options))
 
     def _halved_after(self) -> dict[str, int]:
         """How often the schedule has halved each scale after this save; a newly chosen scale keeps its count."""

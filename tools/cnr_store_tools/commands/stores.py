@@ -29,7 +29,7 @@ from cnr_store_tools.text import size_text, time_text
 KINDS = ("rows", "codes", "scales", "slots", "dense", "documents", "metadata", "total")
 """The kinds of bytes of a segment."""
 
-PROGRESS = "progress/0"
+PROGRESS, TRAINER = "progress/0", "trainer/0"
 MAX_NAMES = 5
 """Names of one version that a line of the log has."""
 
@@ -167,13 +167,15 @@ def _rate(snapshot: Snapshot) -> Document | None:
     Read as plain data, because the trainer's classes need torch. ``verify`` reports damage of this document.
     """
     try:
-        found = snapshot.read_document(PROGRESS) if PROGRESS in snapshot.documents else None
+        found = [snapshot.read_document(name) for name in (PROGRESS, TRAINER) if name in snapshot.documents]
     except CorruptStore:
         return None
-    rate: Any = found.get("rate") if isinstance(found, dict) else None
-    if not isinstance(rate, dict):
+    own = zip(found, ("rate", "rates"), strict=False)
+    rates = [one[key] for one, key in own if isinstance(one, dict) and isinstance(one.get(key), dict)]
+    if len(rates) < 2:
         return None
-    return {"restores": rate.get("restores", 0), "calibrated": sorted(rate.get("calibrated", {}))}
+    run, tables = rates
+    return {"restores": run.get("restores", 0), "calibrated": sorted(tables.get("calibrated", {}))}
 
 
 def _ratio(full_bytes: int, stored_bytes: int) -> float | None:
