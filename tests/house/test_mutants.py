@@ -44,15 +44,6 @@ def is_there(test: str) -> bool:
     return all(re.search(rf"^\s*(def|class) {name}\b", source, re.MULTILINE) for name in names)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_small_tier_is_caught() -> None:
-    command = [sys.executable, "-m", "tests.mutants.run", "--jobs", "1", "--tier", "small"]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-    assert found.returncode == 0, found.stdout + found.stderr
-
-
 OWN = "tests/storage/test_digests.py::test_the_digest_is_xxh3_128_of_the_bytes"
 ENTRY = """
 [[mutation]]
@@ -65,18 +56,21 @@ tests = ["{test}"]
 """
 
 
-EXAMPLES = """
+RUNS = """
 import sys
 from tests.mutants.run import main
 
-for folder, *options in (("told", ), ("hangs", "--timeout", "2")):
-    print("exit code", main(["--jobs", "1", "--lists", f"{sys.argv[1]}/{folder}", *options]), flush=True)
+told, hangs = (["--lists", f"{sys.argv[1]}/{name}"] for name in ("told", "hangs"))
+for options in (["--tier", "small"], told, [*hangs, "--timeout", "2"]):
+    print("exit code", main(["--jobs", "1", *options]), flush=True)
 """
+
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def examples(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """What is printed of two lists that are no real ones, by one process: what it needs takes seconds to import."""
+def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What is printed of the small tier and of two lists of examples, by one process: it imports for seconds."""
     folder = tmp_path_factory.mktemp("lists")
     hangs = "__import__('time').sleep(60)"
     entries = {
@@ -91,15 +85,21 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     for name, of_list in entries.items():
         (folder / name).mkdir()
         (folder / name / "area.toml").write_text("".join(of_list))
-    command = [sys.executable, "-c", EXAMPLES, str(folder)]
+    command = [sys.executable, "-c", RUNS, str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    told, hung, _ = re.split(r"(?<=^exit code \d)\n", done.stdout, flags=re.MULTILINE)
-    return told, hung
+    return re.split(r"(?<=^exit code \d)\n", done.stdout, flags=re.MULTILINE)
 
 
-def test_a_mutation_that_no_test_notices_is_told(examples: tuple[str, str]) -> None:
-    told, _ = examples
+@pytest.mark.slow
+def test_the_small_tier_is_caught(printed: list[str]) -> None:
+    small, _, _, _ = printed
+
+    assert small.endswith("exit code 0"), small
+
+
+def test_a_mutation_that_no_test_notices_is_told(printed: list[str]) -> None:
+    _, told, _, _ = printed
 
     assert told.endswith("exit code 1")
     assert re.search(r"^caught .* area: noticed$", told, re.MULTILINE)
@@ -109,9 +109,9 @@ def test_a_mutation_that_no_test_notices_is_told(examples: tuple[str, str]) -> N
     assert "xxh3_128_hexdigest(data)" in (ROOT / "cnr_store/storage/base.py").read_text()
 
 
-def test_a_test_that_runs_out_of_time_is_told_apart(examples: tuple[str, str]) -> None:
+def test_a_test_that_runs_out_of_time_is_told_apart(printed: list[str]) -> None:
     """It was counted as caught, as on a machine that is too slow for it."""
-    _, hung = examples
+    _, _, hung, _ = printed
 
     assert re.search(r"^TIMED OUT .* area: hangs$", hung, re.MULTILINE), hung
     assert re.search(r"^area +1 +0 +0 +1 +0 +0$", hung, re.MULTILINE)

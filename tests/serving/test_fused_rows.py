@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +23,7 @@ from cnr_store.serving.rows.fused_kernels import (
     values_of_rows,
 )
 from cnr_store.serving.sinks import FusedRows, SinkState, SinkTable
+from tests.support.launcher import Launcher, Program
 from tests.support.serving_reference import fuse_rows
 
 torch = pytest.importorskip("torch")
@@ -126,15 +125,14 @@ def test_bytes_are_those_of_torch_at_any_magnitude(pairs: int, seed: int, magnit
 
 @needs_avx2
 @pytest.mark.skipif(importlib.util.find_spec("fbgemm_gpu") is None, reason="fbgemm-gpu is not installed")
-def test_bytes_are_those_of_fbgemm(tmp_path: Path) -> None:
+def test_bytes_are_those_of_fbgemm(launcher: Launcher, tmp_path: Path) -> None:
     # In a process of its own: fbgemm's modules warn while they are imported, and here warnings are errors.
     dims = [1, 4, 7, 8, 12, 36, 64, 128]
     for dim in dims:
         values = rows_of_every_kind(dim)
         np.save(tmp_path / f"values-{dim}.npy", values)
     program = """
-import sys, warnings
-warnings.simplefilter("ignore")
+import sys
 import numpy as np, torch, fbgemm_gpu
 folder = sys.argv[1]
 for dim in map(int, sys.argv[2:]):
@@ -143,7 +141,9 @@ for dim in map(int, sys.argv[2:]):
     if dim % 4 == 0:
         np.save(f"{folder}/4-{dim}.npy", torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(values, 4).numpy())
 """
-    subprocess.run([sys.executable, "-c", program, str(tmp_path), *map(str, dims)], check=True)
+    arguments = ["-W", "ignore", "-c", program, str(tmp_path), *map(str, dims)]
+    (done,) = launcher.run(Program(arguments), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
 
     for dim in dims:
         values = np.load(tmp_path / f"values-{dim}.npy")

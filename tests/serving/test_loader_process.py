@@ -8,14 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from cnr_store import BadInput, Store, VersionRefused
 from cnr_store.errors import Conflict, NotAStore, StorageFailure, VersionNotFound
-from cnr_store.serving import AttachedTables, Loader, LoaderOptions, LoaderProcess
+from cnr_store.serving import AttachedTables, Loader, LoaderOptions, LoaderProcess, loader_process
 from tests.serving.loaders import is_even
 from tests.support.store_oracle import same_bits
 
@@ -31,6 +33,16 @@ if __name__ == "__main__":
     print(loader.version, flush=True)
     time.sleep(float(sys.argv[3]))
 """
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[None]:
+    """Children are forks of a process that has imported the loader. Those of ``PARENT`` are spawned, as a user's."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([loader_process.__name__])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader_process, "multiprocessing", SimpleNamespace(get_context=lambda kind: context))
+        yield
 
 
 @pytest.fixture
@@ -60,6 +72,7 @@ def check_serves(loader: AttachedTables, store: Store, version: int) -> None:
     assert same_bits(batch.rows["user"], store.snapshot(version).table("user").read())
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_child_follows_and_obeys(store: Store, tmp_path: Path) -> None:
     shared = tmp_path / "m"
     with LoaderProcess(store.url, ["user"], RARELY, shared=shared) as loader:
@@ -91,6 +104,7 @@ def test_a_child_follows_and_obeys(store: Store, tmp_path: Path) -> None:
     loader.close()
 
 
+@pytest.mark.usefixtures("forks")
 def test_what_the_child_refuses_is_told_here(store: Store, tmp_path: Path) -> None:
     options = LoaderOptions(validate=is_even, poll_interval_s=1e6)
     with LoaderProcess(store.url, options=options, shared=tmp_path / "m") as loader:
@@ -102,6 +116,7 @@ def test_what_the_child_refuses_is_told_here(store: Store, tmp_path: Path) -> No
         check_serves(loader, store, loader.version)
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_killed_child_leaves_what_it_served(store: Store, tmp_path: Path) -> None:
     with LoaderProcess(store.url, options=RARELY, shared=tmp_path / "m") as loader:
         before = loader.version
@@ -156,6 +171,7 @@ def test_a_program_that_closes_nothing_frees_the_memory(store: Store, tmp_path: 
     assert [path.name for path in shared.iterdir()] == ["owner.lock"]
 
 
+@pytest.mark.usefixtures("forks")
 def test_what_a_loader_raises_is_raised_here(tmp_path: Path) -> None:
     with pytest.raises(NotAStore):
         LoaderProcess(str(tmp_path / "nothing"), shared=tmp_path / "m")
