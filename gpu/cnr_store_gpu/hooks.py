@@ -36,6 +36,34 @@ from cnr_store_gpu.words import NO_ROW, words_full
 OnBypass = Literal["warn", "raise"]
 
 
+class LookupHook:
+    """A hook on a module that belongs to this module alone.
+
+    A copy of the model (for averaging) shares it rather than copying the tracker. A pickled model (``torch.save``, a
+    process that is spawned) has `no_hook` in its place.
+    """
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __deepcopy__(self, memo: object) -> LookupHook:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _make_no_hook, ()
+
+
+def no_hook(*_: object) -> None:
+    """Do nothing: the hook of a module that was unpickled, which no tracker follows."""
+
+
+def _make_no_hook() -> Callable[..., None]:
+    return no_hook
+
+
 class Following:
     """The hooks of a tracker and what they know; it owns no marks, tables bring their bitmaps.
 
@@ -75,14 +103,13 @@ class Following:
 
     def attach_lookup(self, watched: TrackedTable, module: Lookup) -> None:
         """Mark what the module looks up."""
-        # Closures, not bound methods: a copy of the model (for averaging) shares them rather than copying the tracker.
         if module.max_norm is None:
 
             def on_lookup(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 if called is module:
                     self._on_lookup(watched, module, args, kwargs)
 
-            self._handles.append(module.register_forward_pre_hook(on_lookup, with_kwargs=True))
+            self._handles.append(module.register_forward_pre_hook(LookupHook(on_lookup), with_kwargs=True))
             return
 
         # It asks for the version of the weights, which compiled code does not have: here the graph breaks.
@@ -96,8 +123,8 @@ class Following:
             if called is module:
                 watched.stamp = stamp_of(watched.weight)
 
-        self._handles.append(module.register_forward_pre_hook(on_rewrite, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(after_rewrite))
+        self._handles.append(module.register_forward_pre_hook(LookupHook(on_rewrite), with_kwargs=True))
+        self._handles.append(module.register_forward_hook(LookupHook(after_rewrite)))
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow the optimizer's steps; errors and warnings as ``RowTracker.attach_optimizer``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import shutil
 from itertools import pairwise
 from typing import Any
@@ -195,6 +196,21 @@ def test_copy_of_a_model_is_not_the_model() -> None:
 
     assert tracker.pending == 0
     assert not tracker.bitmap.any()
+
+
+def test_tracked_model_is_pickled_without_its_tracker() -> None:
+    model = nn.Sequential(nn.Embedding(20, 3, sparse=True), nn.Embedding(20, 3, max_norm=0.1))
+    tracker = RowTracker(model)
+
+    sent = pickle.loads(pickle.dumps(model))
+    rows = sent[0](torch.tensor([3]))
+    sent[1](torch.tensor([3]))
+
+    assert torch.equal(rows, model[0].weight[3:4])
+    assert not tracker.bitmap.any()
+    sent_tracker = RowTracker(sent)
+    sent[0](torch.tensor([4]))
+    assert sent_tracker.bitmap.of("0.weight").row_ids("0.weight").tolist() == [4]
 
 
 def test_lookups_of_a_tracker_that_is_gone_are_nobodys() -> None:
