@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from cnr_store.errors import AccessDenied, CnrStoreError, CorruptRecord, CorruptStore, StorageFailure, VersionNotFound
 from cnr_store.format.commit_record import Layer, LogEntry, decode_record, parent_of
@@ -16,7 +17,13 @@ from cnr_store.format.limits import MAX_RECORD_BYTES, MAX_SMALL_BYTES
 from cnr_store.format.records import Hint
 from cnr_store.log.beginning import check_begun
 from cnr_store.log.side_objects import complete
+from cnr_store.runtime.threads import Workers
 from cnr_store.storage import Storage
+
+READ_ALONE = 16
+"""Records that a walk reads one after the other before it reads ahead: most need no more."""
+READ_AHEAD = 64
+"""Most records that a walk reads at once."""
 
 
 def position_bytes(storage: Storage, version: int, prefix: str = "") -> bytes | None:
@@ -254,10 +261,11 @@ class LogReader:
             self._check_follows(entry, after)
         return entry
 
-    def walk(self, newest: LogEntry) -> Iterator[LogEntry]:
+    def walk(self, newest: LogEntry, workers: Workers | None = None) -> Iterator[LogEntry]:
         """Yield ``newest`` and every record before it, down to the first. One GET each.
 
-        Skips torn positions that were superseded.
+        Skips torn positions that were superseded. With ``workers`` a long walk reads ahead on these threads: beyond the
+        first `READ_ALONE` records, at most as many as were read before, and `READ_AHEAD`.
 
         Raises
         ------
@@ -270,10 +278,19 @@ class LogReader:
         """
         entry = newest
         yield entry
+        ahead: dict[int, bytes | None] = {}
         while (version := parent_of(entry.record)[0]) >= self._first:
-            before = self.read(version)
-            if before is None:
+            if version not in ahead:
+                walked = newest.record.v - version
+                count = 1 if workers is None or walked < READ_ALONE else min(walked, READ_AHEAD)
+                positions = range(version, max(version - count, self._first - 1), -1)
+                tasks = (partial(self._bytes_at, position) for position in positions)
+                found = [task() for task in tasks] if workers is None else workers.run(tasks)
+                ahead = dict(zip(positions, found, strict=True))
+            data = ahead.pop(version)
+            if data is None:
                 raise self._hole(version)
+            before = self._complete_past(self._decode(data, version))
             self._check_follows(entry, before)
             entry = before
             yield entry

@@ -195,7 +195,7 @@ class Store(Closing):
     def log(self, newest: int | None = None, *, limit: int | None = None) -> Iterator[CommitRecord]:
         """Yield commit records, newest first, from version ``newest`` (the head if None). One GET each."""
         start = self.head() if newest is None else self.internals.entry(newest)
-        for count, entry in enumerate(self.internals.log.walk(start)):
+        for count, entry in enumerate(self.internals.log.walk(start, self.internals.read_workers)):
             if limit is not None and count >= limit:
                 return
             yield entry.record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from collections.abc import Iterator
 from functools import partial
 
 from cnr_store.errors import BadInput, ChannelNotFound, TagNotFound, VersionNotFound
@@ -64,7 +65,8 @@ class Versions:
 
     def best(self, head: CommitRecord, rule: KeepBest) -> int:
         """Return the live version with the best value of a metric."""
-        records = (entry.record for entry in self._internals.log.walk(self._internals.entry(head.v)))
+        newest = self._internals.entry(head.v)
+        records = (entry.record for entry in self._walk(newest))
         found = rule.chosen((record.v, metrics_of(record)) for record in records if is_live(head, record.v))
         if not found:
             raise VersionNotFound(
@@ -76,7 +78,7 @@ class Versions:
         """Return the newest live version of the newest checkpoint with this step, else its newest version."""
         step = checked_count("a step", step, least=None)
         newest: LogEntry | None = None
-        for entry in self._internals.log.walk(head):
+        for entry in self._walk(head):
             record = entry.record
             if record.step != step or not _has_state(record):
                 continue
@@ -94,8 +96,11 @@ class Versions:
 
     def steps(self, head: LogEntry) -> list[int]:
         """Return the steps whose checkpoints are live, ascending. One GET per record of the log."""
-        records = (entry.record for entry in self._internals.log.walk(head))
+        records = (entry.record for entry in self._walk(head))
         return sorted({one.step for one in records if _has_state(one) and is_live(head.record, one.v)})
+
+    def _walk(self, newest: LogEntry) -> Iterator[LogEntry]:
+        return self._internals.log.walk(newest, self._internals.read_workers)
 
     def by_time(self, head: LogEntry, time_ms: int) -> LogEntry:
         """Return the last version committed at or before a time in milliseconds since 1970."""

@@ -230,7 +230,7 @@ class _CopyRun:
         entries: list[LogEntry] = []
         if only is None:
             oldest = min([head.floor, *head.kept, *head.tags.values(), *head.channels.values(), head.v])
-            for entry in log.walk(self._head):
+            for entry in log.walk(self._head, self._source.internals.read_workers):
                 if entry.record.v < oldest:
                     break
                 if is_live(head, entry.record.v):

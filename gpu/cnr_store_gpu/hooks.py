@@ -47,6 +47,7 @@ class LookupHook:
         self._call = call
 
     def __call__(self, *args: Any) -> None:
+        """Call the hook."""
         self._call(*args)
 
     def __deepcopy__(self, memo: object) -> LookupHook:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from cnr_store.format.layout import HINT, commit_key, hint_key, segment_name, st
 from cnr_store.format.limits import MAX_RECORD_BYTES
 from cnr_store.format.records import CommitRecord, Superseded
 from cnr_store.log.commit_log import CommitLog
+from cnr_store.log.log_reader import READ_AHEAD, READ_ALONE
 from cnr_store.log.rebase import draft_after, draft_init, rebase_tag
+from cnr_store.runtime.threads import Workers
 from cnr_store.storage import local, open_storage
 from tests.log.logs import (
     ROOT,
@@ -75,6 +77,40 @@ def test_walk_yields_every_version_back_to_zero(inner: IsolatedMemoryFileSystem,
     entries = list(open_log(calm(inner), prefix).walk(head))
 
     assert [entry.record.v for entry in entries] == list(range(11, -1, -1))
+
+
+@pytest.mark.parametrize("taken", [1, READ_ALONE, READ_ALONE + 1, 70, 200])
+def test_long_walk_reads_ahead_in_few_round_trips(inner: IsolatedMemoryFileSystem, taken: int) -> None:
+    head = with_versions(inner, 200)
+    log = open_log(calm(inner))
+    round_trips: list[int] = []
+
+    class CountedWorkers(Workers):
+        def run(self, tasks: Iterable[Callable[[], Any]]) -> list[Any]:
+            found = super().run(tasks)
+            round_trips.append(len(found))
+            return found
+
+    with CountedWorkers(4) as workers:
+        entries = list(itertools.islice(log.walk(head, workers), taken))
+
+    assert entries == list(itertools.islice(log.walk(head), taken))
+    assert sum(round_trips) <= max(taken, READ_ALONE, 2 * taken - 1)
+    assert len(round_trips) <= READ_ALONE + 6
+    assert max(round_trips, default=0) <= READ_AHEAD
+
+
+def test_walk_that_reads_ahead_finds_a_hole_where_it_is(inner: IsolatedMemoryFileSystem) -> None:
+    head = with_versions(inner, 60)
+    log = open_log(calm(inner))
+    inner.rm_file(f"{ROOT}/{commit_key(30)}")
+    write_raw(inner, 20, b"{")
+
+    with Workers(2) as workers:
+        walk = log.walk(head, workers)
+        assert [next(walk).record.v for _ in range(29)] == list(range(59, 30, -1))
+        with pytest.raises(CorruptStore, match="log position 30 is empty"):
+            next(walk)
 
 
 def test_reading_an_empty_position_gives_none(inner: IsolatedMemoryFileSystem) -> None:
