@@ -64,11 +64,14 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
     forms: dict[Form, int] = {}
     form_of: dict[int, int] = {}
     for name, schema in {id(schema): (name, schema) for name, schema in manifest.tables.items()}.values():
-        yield from _schema_problems(name, schema)
-        new = len(forms)
-        form_of[id(schema)] = number = forms.setdefault(_form_of(schema), new)
-        if number == new:
-            yield from _form_problems(name, schema)
+        sound = _SOUND.get(id(schema))
+        if sound is None or sound[0] is not schema:
+            problems = [*_schema_problems(name, schema), *_form_problems(name, schema)]
+            yield from problems
+            sound = schema, _form_of(schema)
+            if not problems:
+                _keep_sound(*sound)
+        form_of[id(schema)] = forms.setdefault(sound[1], len(forms))
     fitting: Fitting = set()
     plain: set[str] = set()
     for part in manifest.parts:
@@ -107,6 +110,18 @@ def entry_problems(manifest: Manifest, entry: ChainEntry) -> Iterator[str]:
 
 Form = tuple[object, ...]
 """What decides which arrays a table has: the same for tables that differ in name, size and scale alone."""
+
+
+_SOUND: dict[int, tuple[TableSchema, Form]] = {}
+"""By identity: schemas without problems, and their forms. Those that did not change are one object in all manifests."""
+
+_MOST_SOUND = 1 << 14
+
+
+def _keep_sound(schema: TableSchema, form: Form) -> None:
+    if len(_SOUND) >= _MOST_SOUND:
+        _SOUND.clear()
+    _SOUND[id(schema)] = schema, form
 
 
 def _form_of(schema: TableSchema) -> Form:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from cnr_store.encodings import table_kernels
 from cnr_store.encodings.table_kernels import ADD, ADD_WRAPPING, PUT
 from cnr_store.encodings.widths import as_columns
 from cnr_store.errors import CnrStoreError
+from cnr_store.format.arrays import real_rows
 from cnr_store.format.manifest import recorded_digest
 from cnr_store.format.records import ArrayEntry, Manifest, Operation, RowListEntry, TableSchema
 from cnr_store.read.prefetch import WantedChunk, prefetching
@@ -46,6 +48,13 @@ _FINISHED_ELEMENTS = 1 << 20
 
 _PlacedList = tuple[int, Operation, RowListEntry]
 """A row list, with its segment's place in the chain."""
+
+
+class ReadTogether(NamedTuple):
+    """What `read_mirror` returns of a table, and the stored bytes of its rows in the arrays that were wanted."""
+
+    codes: TableCodes | None
+    stored_bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +116,7 @@ def read_together(
     outputs: Mapping[str, Mapping[str, Array]],
     workers: Workers,
     allocate: Allocate | None = None,
-) -> dict[str, TableCodes | None]:
+) -> dict[str, ReadTogether]:
     """Read those of some whole tables that can be read together: as `read_range`, with ``allocate`` as `read_mirror`.
 
     Blocks. Memory beyond outputs and mirrors: decoded chunks, one of each array per thread and those that other tables
@@ -121,8 +130,7 @@ def read_together(
     Returns
     -------
     dict
-        What `read_mirror` returns, None without ``allocate``, by table, of those that were read. Outputs of all others
-        hold anything.
+        By table, of those that were read; no codes without ``allocate``. Outputs of all others hold anything.
     """
     manifests = [reader.manifest for reader in readers]
     tables = [
@@ -130,12 +138,10 @@ def read_together(
         for name, arrays in outputs.items()
         if (found := _planned(manifests, name, arrays, with_mirror=allocate is not None)) is not None
     ]
-    done: dict[str, TableCodes | None] = {}
+    done: dict[str, ReadTogether] = {}
     for batch in _batches(tables, allocate) if len(tables) >= LEAST_TABLES else ():
-        done |= {
-            table.name: None if allocate is None else table.mirror(allocate)
-            for table in _TablesAtOnce(batch, readers, workers).read()
-        }
+        for table, size in _TablesAtOnce(batch, readers, workers).read():
+            done[table.name] = ReadTogether(None if allocate is None else table.mirror(allocate), size)
     return done
 
 
@@ -223,7 +229,7 @@ def _batches(tables: Iterable[_SmallTable], allocate: Allocate | None) -> Iterat
 
 
 class _TablesAtOnce:
-    """Tables that are read at once. ``sound``: which of them have had nothing that may be wrong."""
+    """Tables that are read at once, which of them have had nothing that may be wrong, and their stored bytes."""
 
     def __init__(self, tables: Sequence[_SmallTable], readers: Sequence[SegmentReader], workers: Workers) -> None:
         self._tables = tables
@@ -231,21 +237,24 @@ class _TablesAtOnce:
         self._workers = workers
         self._local = threading.local()
         self._sound = np.ones(len(tables), np.bool_)
+        self._bytes = np.zeros(len(tables), np.int64)
         self._arrays: dict[str, _HeldCodes] = {}
         for name in dict.fromkeys(name for table in tables for name in table.held):
             self._arrays[name] = _HeldCodes.of(name, tables)
 
-    def read(self) -> list[_SmallTable]:
-        """Replay and decode; returns the tables that were read."""
+    def read(self) -> list[tuple[_SmallTable, int]]:
+        """Replay and decode; returns the tables that were read, with their stored bytes."""
         chunks = self._chunks()
         wanted = (chunk.wanted() for own in chunks for chunk in own)
         with prefetching(self._readers, wanted, self._arrays, self._workers) as sources:
             for own in chunks:
+                for chunk in own:
+                    self._count(self._readers[chunk.segment], chunk)
                 self._workers.run(partial(self._apply, sources[chunk.segment], chunk) for chunk in own)
-        totals = self._finished()
+        columns = self._sound.tolist(), self._finished(), self._bytes.tolist()
         return [
-            table
-            for table, is_sound, total in zip(self._tables, self._sound.tolist(), totals, strict=True)
+            (table, size)
+            for table, is_sound, total, size in zip(self._tables, *columns, strict=True)
             if is_sound and table.digest in (None, total)
         ]
 
@@ -266,6 +275,14 @@ class _TablesAtOnce:
                     chunk.lines.append((at, begin, count, first, last))
                     number, begin, left = number + 1, 0, left - count
         return [[*own.values()] for own in found]
+
+    def _count(self, reader: SegmentReader, chunk: _ListsInChunk) -> None:
+        """Count the bytes of each list, its share of the chunk."""
+        lines = np.array([line[:3] for line in chunk.lines], np.int64)
+        for name, entry in chunk.group.items():
+            if name == "rows" or name in self._arrays:
+                size = reader.place_of(entry, chunk.number).size
+                self._bytes[lines[:, 0]] += size * lines[:, 2] // real_rows(entry, chunk.number)
 
     def _apply(self, reader: ChunkReader, chunk: _ListsInChunk) -> None:
         """Put or add the rows of a chunk in the codes of their tables."""

@@ -187,7 +187,9 @@ class Snapshot:
             Before anything is read. Whatever is wrong with the store leaves a table to `TableView.load`.
         """
         prepared = {name: self.table(name).check_outputs(arrays) for name, arrays in outputs.items()}
-        return read_together(self.readers, prepared, self.workers, allocate) if prepared else {}
+        if not prepared:
+            return {}
+        return {name: one.codes for name, one in read_together(self.readers, prepared, self.workers, allocate).items()}
 
     def read_many(self, names: Iterable[str] | None = None) -> dict[str, Array]:
         """Return the values of dense tables by name, of all of them if none are named, as `TableView.read`. Blocks.

@@ -20,9 +20,13 @@ from cnr_store.read import joined_replay
 from cnr_store.read.joined_replay import LEAST_TABLES
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.codes import TableCodes
+from cnr_store.serving.rows.served_table import BaseTable
+from cnr_store.serving.update.update_plan import Compare
+from cnr_store.serving.update.update_tables import ServeAs, update_tables
 from cnr_store.types import Rectangle
 from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.transaction import Transaction
+from tests.support.consumers import TrackedMemory
 from tests.support.memory import store_in_memory
 
 Array = np.ndarray[Any, Any]
@@ -287,4 +291,20 @@ def test_a_writer_restores_the_same_mirrors(store: Store, monkeypatch: pytest.Mo
             writer.restore(outputs)
             held = {shard.table: (mirror_of(codes), digest) for shard, (codes, digest) in writer.mirrors.held().items()}
             found.append((held, bits(outputs)))
+    assert found[0] == found[1]
+
+
+def test_a_loader_serves_the_same_rows_from_as_many_bytes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(store)
+    with store.writer() as writer:
+        writer.restore()
+        with writer.begin(9) as txn:
+            txn.delete_rows(NAMES[2], np.array([4]))  # so that it is not among the others
+    found = []
+    for least in (LEAST_TABLES, 1000):
+        monkeypatch.setattr(joined_replay, "LEAST_TABLES", least)
+        memory, snapshot = TrackedMemory(), store.snapshot()
+        updates = update_tables(snapshot, Compare(), {}, lambda *_: ServeAs(), memory=memory)
+        rows = {name: one.rows.tobytes() for name, one in updates.changes.items() if isinstance(one, BaseTable)}
+        found.append((rows, updates.recorded, updates.rows, updates.bytes, len(memory.live)))
     assert found[0] == found[1]

@@ -39,7 +39,7 @@ from cnr_store.serving.update.comparing import (
 )
 from cnr_store.serving.update.content import CodesTooWide, check_exact_rows, exact_rows_after
 from cnr_store.serving.update.joined_deltas import JoinedDelta, apply_together
-from cnr_store.serving.update.loading import load_table
+from cnr_store.serving.update.loading import load_table, load_together
 from cnr_store.serving.update.reshaping import reshaped
 from cnr_store.serving.update.update_plan import (
     Apply,
@@ -152,6 +152,7 @@ def update_tables(
         schemas, manifests = snapshot.tables, snapshot.manifests
         wanted = {name: how for name, schema in schemas.items() if (how := serve_as(name, schema)) is not None}
         together = updater.together(wanted, tables)
+        loaded = updater.load_together(wanted, tables)
         for name in sorted({*tables, *wanted}):
             options = wanted.get(name)
             if options is None:
@@ -166,8 +167,9 @@ def update_tables(
                     rows += len(overlay)
                 continue
             schema = schemas[name]
-            found = updater.update(name, schema, options, tables.get(name))
+            found = loaded.get(name) or updater.update(name, schema, options, tables.get(name))
             bytes_read += updater.bytes
+            updater.bytes = 0
             if found is None:
                 continue
             result.changes[name] = found.change
@@ -208,9 +210,8 @@ class _Updater:
 
     def update(self, name: str, schema: TableSchema, options: ServeAs, served: ServedTable | None) -> Difference | None:
         """Return the changes of a table, None if there are none."""
-        self.bytes = 0
-        if not options.is_named and (served is None or served.schema.num_rows < schema.num_rows):
-            self._snapshot.table(name).check_stored("name the table in tables=")
+        if served is None or served.schema.num_rows < schema.num_rows:
+            self._check_stored(name, options)
         kind = row_kind(schema, options.served, options.kept_as)
         if served is None or _is_served_otherwise(served, schema, kind, options.shard):
             return self._load(name, kind, options.shard)
@@ -242,6 +243,23 @@ class _Updater:
         }
         with self._memory.attempt():
             return apply_together(reader, chosen, self._workers, self._memory)
+
+    def load_together(self, wanted: Mapping[str, ServeAs], tables: Mapping[str, ServedTable]) -> dict[str, Difference]:
+        """Return those of the tables that are not served yet that can be loaded together."""
+        schemas = self._snapshot.tables
+        chosen: dict[str, tuple[TableSchema, RowKind]] = {}
+        for name, options in wanted.items():
+            if name not in tables and options.shard is None:
+                self._check_stored(name, options)
+                chosen[name] = schemas[name], row_kind(schemas[name], options.served, options.kept_as)
+        with self._memory.attempt():
+            found = load_together(self._readers, chosen, self._workers, memory=self._memory)
+        self.bytes += sum(size for _, size in found.values())
+        return {name: Difference(one.base, one.exact_rows) for name, (one, _) in found.items()}
+
+    def _check_stored(self, name: str, options: ServeAs) -> None:
+        if not options.is_named:
+            self._snapshot.table(name).check_stored("name the table in tables=")
 
     def _opened(self, plan: UpdatePlan) -> OpenedPlan | None:
         """The segments of the plan; None if all rows are to be compared, also because a segment was deleted."""

@@ -51,12 +51,12 @@ class ScaleMeter:
     """Measures scales on the shards that a rank holds. Call it from the thread that trains."""
 
     def __init__(self, holdings: Holdings) -> None:
-        self._holdings = holdings
+        self._held, self._owned = _by_table(holdings.by_name), _by_table(holdings.owned)
 
     def is_lattice(self, table: str, options: TableOptions) -> bool:
         """Whether options ask for a lattice, as far as this rank has rows; what is stored may be something else."""
-        mine = (one.shard.weight for one in self._holdings.by_name.values() if one.key.table == table)
-        return all(encoding_name(options, table_dtype_name(weight, table)) == "lattice" for weight in mine)
+        mine = self._held.get(table, ())
+        return all(encoding_name(options, table_dtype_name(one.shard.weight, table)) == "lattice" for one in mine)
 
     def room(self, writer: Writer, table: str) -> int:
         """Return how often the scale of this rank's shards could be halved in the next delta. Reads their codes."""
@@ -101,8 +101,15 @@ class ScaleMeter:
         made = [(msgspec.to_builtins(one), elements) for one, elements in found]
         return {"choices": made, "halvings": self.room(writer, table), "refused": None}
 
-    def _mine(self, table: str) -> list[RankShard]:
-        return [holding for holding in self._holdings.owned.values() if holding.key.table == table]
+    def _mine(self, table: str) -> Sequence[RankShard]:
+        return self._owned.get(table, ())
+
+
+def _by_table(shards: Mapping[str, RankShard]) -> dict[str, list[RankShard]]:
+    found: dict[str, list[RankShard]] = {}
+    for holding in shards.values():
+        found.setdefault(holding.key.table, []).append(holding)
+    return found
 
 
 def _of_all(measured: Sequence[Mapping[str, Any]]) -> Measured:

@@ -101,6 +101,7 @@ class RateStatus:
     interval: SaveInterval | None = None
 
 
+_DEFAULT_BITS = asked_bits(TableOptions())
 _MOST_ZEROED = 0.5
 """Share of a table's rows that a scale may round to zero without a warning."""
 
@@ -268,7 +269,7 @@ class RateControl:
         if self._schedule != "constant" or table in self._calibrated:
             return
         if self._has_target(table):
-            known = None if table in known_rates.given else known_rates.bits.get(table, asked_bits(TableOptions()))
+            known = None if table in known_rates.given else known_rates.bits.get(table, _DEFAULT_BITS)
             if known == asked_bits(options):
                 return
             reason = f"bits={asked_bits(options)} is asked for now, not {known or 'a given scale'}"
@@ -284,6 +285,8 @@ class RateControl:
     def _follow_slot_bits(self, table: str, schema: TableSchema, known_rates: TableRates) -> None:
         """Plan a baseline of a table whose slots are to be stored in other bits than the checkpoint's options gave."""
         options, before = self._options[table], known_rates.slot_bits.get(table)
+        if before == options.slot_bits:
+            return
         if not keeps_slots(schema, replace(options, slot_bits=before), options):
             reason = f"slot_bits={options.slot_bits} is asked for now, not {before}"
             due = self._pending.get(table)
