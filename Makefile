@@ -19,12 +19,12 @@ GPU_PYTHON ?= python3
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve-demo test test-pythons check lint types doctests bytecode suite azurite redis bench gpu docs soak dist-check mutants clean
+.PHONY: help setup demo serve-demo test test-pythons check lint types bytecode suite azurite redis bench gpu docs soak dist-check mutants clean
 
 help:
 	@echo "make demo   train, kill, restore and finish a small model; leaves a store to look at"
 	@echo "make serve-demo  train, compact, serve and learn on one store while processes are killed"
-	@echo "make test   lint, types, doctests and all tests"
+	@echo "make test   lint, types and all tests"
 	@echo "make test-pythons  the same on each other Python that this machine has (PYTHONS=\"3.12 3.13\")"
 	@echo "make check  lint and types only"
 	@echo "make bench  run all benchmarks and write build/bench/report.md (SUITES=\"size cost\", QUICK=1, MODEL=\"zipf300/adam\")"
@@ -75,16 +75,12 @@ redis:
 	  && { apt-get install -y -qq redis-server || { apt-get update -qq && apt-get install -y -qq redis-server; }; } > /dev/null 2>&1; } \
 	  || echo "warning: redis-server is not installed (Debian: apt-get install redis-server); its tests will be skipped" >&2
 
-# TorchRec, Lightning and torchtnt warn while they are imported, and a warning is an error here: tests run them in processes of their own.
-doctests: $(VENV)/.stamp
-	$(BIN)/python -m pytest -q --doctest-modules --doctest-ignore-import-errors --ignore cnr_store/integrations/torchrec --ignore cnr_store/integrations/lightning.py --ignore cnr_store/integrations/torchtnt.py cnr_store
-
 # Workers that collect at the same time would each compile every test.
 bytecode: $(VENV)/.stamp
 	-@$(BIN)/python -m pytest -qq --collect-only tests > /dev/null
 
 # Only what the workers would each do themselves comes ahead of them.
-suite: azurite redis doctests bytecode
+suite: azurite redis bytecode
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests
 
 test: lint
