@@ -1,11 +1,15 @@
 import json
 import sys
+from pathlib import Path
 
 import bench_growth
+import harness
 import numpy as np
 import pytest
 from counting import CountingStorage
 from growing import DIM, Growing, TiledRows, shared_saves
+
+from tests.support.launcher import Program
 
 
 @pytest.mark.parametrize("power", [0.0, 1.0, 2.0])
@@ -46,7 +50,14 @@ def test_each_writer_adds_its_own_objects_to_a_save(tmp_path):
     assert two.objects - one.objects == one.objects - 1, "its own arrays, and a receipt; the segment has one Zarr group"
 
 
-def test_a_small_run_prints_every_section(tmp_path, monkeypatch, capsys):
+def test_a_small_run_prints_every_section(launcher, tmp_path, monkeypatch, capsys):
+    def in_forked_process(script, function, **options):
+        program = Program([harness.__file__, script, function, json.dumps(options)])
+        (done,) = launcher.run(program, folder=Path(script).parent)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    monkeypatch.setattr(harness, "in_fresh_process", in_forked_process)
     target = tmp_path / "growth.json"
     sizes = "--sizes 20000 40000 --versions 2 4 --tables 1 3 --writers 1 2 --rows 2000 --touched 1000 --repeats 1"
     monkeypatch.setattr(bench_growth, "PLACED_TABLES", 3)
