@@ -48,13 +48,24 @@ def check_recovered(folder: Path, lost: set[int]) -> tuple[int, int]:
     return step, saved
 
 
+def check_codes(folder: Path) -> None:
+    """The last version has every rank's rows, as exactly as its scale says."""
+    with Store.open(str(folder / "store")) as store:
+        table = store.snapshot().table("user.weight")
+        spec, found = array_specs(table.schema)["codes"], table.read()
+    assert isinstance(spec.encoding, Lattice)
+    for rank in range(4):
+        live = logged_state(folder, "partial", rank, STEPS)["user.weight"]
+        assert np.abs(found[slice(*CUTS[4][rank : rank + 2])] - live).max() <= 0.51 * spec.scale
+
+
 def reads_of_tables(folder: Path, rank: int) -> list[str]:
     (calls,) = noted(folder, "partial", rank, "calls")
     return [call for call in calls if call.startswith("read") and "/c/" in call and "dense" not in call]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [{2}, {0}, {1, 2}, {0, 1, 3}], ids=str)
+@pytest.mark.parametrize("lost", [{2}, {0, 1, 3}], ids=str)
 def test_lost_ranks_get_their_rows_from_the_store_and_others_keep_theirs(
     four_ranks: FourRanks, tmp_path: Path, lost: set[int]
 ) -> None:
@@ -66,23 +77,6 @@ def test_lost_ranks_get_their_rows_from_the_store_and_others_keep_theirs(
         # The first save after it writes what changed since the last one, of the live rows, too.
         assert noted(tmp_path, "partial", rank, "kinds") == [["delta"]]
         assert bool(reads_of_tables(tmp_path, rank)) == (rank in lost)
-    assert check_what_is_stored(tmp_path, "partial") == STEPS
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rank", "part", "occurrence", "when"), [
-    (2, "/_receipt.json.zst", 2, "after"), (0, "create commits/", 3, "before"), (0, "create commits/", 3, "after"),
-])  # fmt: skip
-def test_survivors_of_a_loss_in_a_save_know_whether_it_was_committed(
-    four_ranks: FourRanks, calm: Calm, tmp_path: Path, rank: int, part: str, occurrence: int, when: str
-) -> None:
-    index = calm.index(rank, part, occurrence)
-
-    codes = four_ranks.run(tmp_path, "partial", STEPS, recovers=True, kill=[rank, index, when])
-
-    assert codes == [0] * 4, outputs(tmp_path)
-    step, saved = check_recovered(tmp_path, {rank})
-    assert (step, saved) == (2, 2 if part.startswith("create") and when == "after" else 1)
     assert check_what_is_stored(tmp_path, "partial") == STEPS
 
 
@@ -115,20 +109,13 @@ def test_a_rank_killed_at_any_of_fifty_calls_is_replaced_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mirror", ["memory", "mmap", "none"])
-def test_rows_that_survivors_save_later_are_coded_as_before(four_ranks: FourRanks, tmp_path: Path, mirror: str) -> None:
+def test_rows_that_survivors_save_later_are_coded_as_before(four_ranks: FourRanks, tmp_path: Path) -> None:
     codes = four_ranks.run(
-        tmp_path, "partial", STEPS, recovers=True, dies=[1], dies_before=4, every_steps=3, is_coded=True, mirror=mirror
+        tmp_path, "partial", STEPS, recovers=True, dies=[1], dies_before=4, every_steps=3, is_coded=True, mirror="mmap"
     )
 
     assert codes == [0] * 4, outputs(tmp_path)
-    with Store.open(str(tmp_path / "store")) as store:
-        table = store.snapshot().table("user.weight")
-        spec, found = array_specs(table.schema)["codes"], table.read()
-    assert isinstance(spec.encoding, Lattice)
-    for rank in range(4):
-        live = logged_state(tmp_path, "partial", rank, STEPS)["user.weight"]
-        assert np.abs(found[slice(*CUTS[4][rank : rank + 2])] - live).max() <= 0.51 * spec.scale
+    check_codes(tmp_path)
 
 
 def test_survivors_and_lost_ranks_are_told_by_their_steps() -> None:

@@ -12,7 +12,7 @@ import pytest
 from cnr_store import Store
 from tests.training.four_ranks import Calm, FourRanks, outputs
 from tests.training.ranks_program import logged_state, noted
-from tests.training.test_partial_recovery import SHARDED, STEPS, check_recovered, reads_of_tables
+from tests.training.test_partial_recovery import SHARDED, STEPS, check_codes, check_recovered, reads_of_tables
 from tests.training.test_ranks_killed import check_what_is_stored, same
 
 PLENTY = {"memory_bytes": 1 << 20}
@@ -41,9 +41,7 @@ def kept(folder: Path) -> list[list[int]]:
     return [noted(folder, "partial", rank, "kept") for rank in range(4)]
 
 
-@pytest.mark.parametrize(
-    ("lost", "alone"), [({2}, set()), ({1, 2}, set()), ({2, 3}, {2, 3}), ({0, 1, 2}, {0, 1})], ids=str
-)
+@pytest.mark.parametrize(("lost", "alone"), [({1, 2}, set()), ({2, 3}, {2, 3}), ({0, 1, 2}, {0, 1})], ids=str)
 def test_lost_ranks_read_from_a_neighbour_that_lives_else_from_the_store(
     four_ranks: FourRanks, tmp_path: Path, lost: set[int], alone: set[int]
 ) -> None:
@@ -103,6 +101,7 @@ def test_rows_from_a_peer_are_bit_for_bit_those_of_the_store(
             states.append([table.read(), *(table.read(slot=slot) for slot in sorted(table.schema.slots))])
     for found, expected in zip(*states, strict=True):
         same(found, expected, "stored")
+    check_codes(folders["peer"])
 
 
 def test_copies_that_were_damaged_are_refused_and_the_store_is_read(four_ranks: FourRanks, tmp_path: Path) -> None:
@@ -184,21 +183,22 @@ def test_nothing_acknowledged_is_lost_in_fifty_kills(four_ranks: FourRanks, calm
     print(counts)  # noqa: T201 - the soak's result
 
 
-@pytest.mark.parametrize(("part", "occurrence", "when", "fresh"), [
-    ("/_receipt.json.zst", 2, "after", True), ("create commits/", 3, "before", True),
-    ("create commits/", 3, "after", False),
+@pytest.mark.parametrize(("rank", "part", "occurrence", "when", "peers", "saved"), [
+    (2, "/_receipt.json.zst", 2, "after", PLENTY, 1), (0, "create commits/", 3, "before", None, 1),
+    (0, "create commits/", 3, "after", PLENTY, 2),
 ])  # fmt: skip
-def test_a_rank_lost_in_a_save_gets_the_committed_rows(
-    four_ranks: FourRanks, calm: Calm, tmp_path: Path, part: str, occurrence: int, when: str, fresh: bool
-) -> None:
-    """``fresh``: the newest version is one that was passed on; of another one the store has what is new."""
-    rank = 0 if part.startswith("create") else 2
+def test_survivors_of_a_loss_in_a_save_know_whether_it_was_committed(
+    four_ranks: FourRanks, calm: Calm, tmp_path: Path, rank: int, part: str, occurrence: int, when: str,
+    peers: dict[str, int] | None, saved: int,
+) -> None:  # fmt: skip
+    """The rank that was lost gets the committed rows; of a version that had not been passed on, from the store."""
+    job = {} if peers is None else {"peers": peers}
     index = calm.index(rank, part, occurrence)
 
-    codes = four_ranks.run(tmp_path, "partial", STEPS, recovers=True, kill=[rank, index, when], peers=PLENTY)
+    codes = four_ranks.run(tmp_path, "partial", STEPS, recovers=True, kill=[rank, index, when], **job)
 
     assert codes == [0] * 4, outputs(tmp_path)
-    check_recovered(tmp_path, {rank})
-    assert from_peer(tmp_path, rank) > 0
-    assert bool(reads_of_tables(tmp_path, rank)) != fresh
+    assert check_recovered(tmp_path, {rank}) == (2, saved)
+    assert (from_peer(tmp_path, rank) > 0) == (peers is not None)
+    assert bool(reads_of_tables(tmp_path, rank)) == (peers is None or saved == 2)
     assert check_what_is_stored(tmp_path, "partial") == STEPS

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.slow
 KILLS: dict[str, tuple[int, str, int, When, int]] = {
     "chunk": (2, ".add-0.codes/c/", 1, "before", 1),
     "receipt": (2, "/_receipt.json.zst", 2, "after", 1),
-    "manifest": (0, "/_segment.json.zst", 3, "after", 2),
     "commit": (0, "create commits/", 4, "before", 2),
     "committed": (0, "create commits/", 3, "after", 2),
 }

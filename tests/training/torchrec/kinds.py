@@ -102,7 +102,9 @@ KINDS: dict[str, Kind] = {
     "processed": Kind(rows_and_tables, collection="processed"),
     "fused_collection": Kind(both(lambda: table_wise(rank=1, compute_kernel="fused")), ADAGRAD, collection="fused"),
     "sequence": Kind(both(lambda: row_wise(compute_kernel="fused")), collection="sequence"),
-    "compiled": Kind(rows_and_tables, compiles=True, world=2),  # a rank compiles for 20 seconds
+    "compiled": Kind(
+        both(lambda: row_wise(compute_kernel="fused")), compiles=True, world=2
+    ),  # a rank compiles for 20 seconds
 }
 """By name; `tests/training/torchrec/test_kinds.py` runs each."""
 
@@ -202,7 +204,7 @@ def build_kind(name: str, world: int, seed: int = 0) -> KindTraining:
     fill(dmp, seed)
     parameters = dict(in_backward_optimizer_filter(dmp.named_parameters()))
     dense = KeyedOptimizerWrapper(parameters, lambda given: torch.optim.Adagrad(given, lr=0.1))
-    run: Any = torch.compile(dmp, backend="aot_eager") if kind.compiles else dmp
+    run: Any = torch.compile(dmp, backend="aot_eager", dynamic=True) if kind.compiles else dmp
     return KindTraining(kind, dmp, run, dense, CombinedOptimizer([dmp.fused_optimizer, dense]))
 
 
