@@ -179,7 +179,7 @@ def fill_up(disk: Disk, prepared: Path, doing: Doing, every: int) -> Counter[str
     return Counter(outcomes)
 
 
-@pytest.mark.parametrize(("doing", "every"), [(saving, 5), (compacting, 5), (collecting, 1)])
+@pytest.mark.parametrize(("doing", "every"), [(saving, 5), (compacting, 5), (collecting, 3)])
 def test_what_finds_the_disk_full_says_so_and_is_done_when_there_is_space(
     disk: Disk, prepared: Path, doing: Doing, every: int
 ) -> None:

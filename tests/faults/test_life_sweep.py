@@ -10,7 +10,7 @@ import itertools
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMem
 from tests.support.life import end_leases, listed, referenced
 from tests.support.memory import created, opened
 from tests.support.ranks import ThreadRank, on_ranks
-from tests.support.sweep import CI_FAULTS
+from tests.support.sweep import CI_FAULTS, kind_of
 
 ROWS, DIM, WORLD, SCALE = 12, 4, 2, 0.25
 OPTIONS = TableOptions(scale=SCALE)
@@ -384,19 +384,35 @@ def aftermath(run: Run, *, goes_on: bool) -> None:
         assert report.is_sound, report
 
 
-def jobs(calm: Run, faults: tuple[FaultKind, ...], calls_hit: int) -> Iterator[tuple[str, Fault, str]]:
-    """Every call of every process with every fault that can happen to it."""
+Job = tuple[str, Fault, str]
+"""A process, the fault that it meets, and where."""
+
+
+def jobs(calm: Run, faults: tuple[FaultKind, ...], calls_hit: int) -> Iterator[tuple[str, Job]]:
+    """Every call of every process with every fault that can happen to it, and what the call does to which object."""
     for process, view in calm.views.items():
         for call in view.calls:
             for kind in faults:
                 if kind.applies_to(call.operation):
                     where = f"{process}, {kind.value} at call {call.index} ({call.operation} {call.path})"
-                    yield process, Fault(kind, call.index, calls=calls_hit), where
+                    job = process, Fault(kind, call.index, calls=calls_hit), where
+                    yield f"{call.operation} {kind_of(call.path)}", job
+
+
+def one_of_each(every: Iterable[tuple[str, Job]]) -> list[Job]:
+    """A job for each operation on each kind of object: its first call, with one fault after the other in turn."""
+    kinds: dict[str, list[Job]] = {}
+    for kind, job in every:
+        found = kinds.setdefault(kind, [])
+        if not found or (job[0], job[1].at) == (found[0][0], found[0][1].at):
+            found.append(job)
+    return [found[number % len(found)] for number, found in enumerate(kinds.values())]
 
 
 def sweep(
-    faults: tuple[FaultKind, ...], *, cut: str = "rows", first: int = 0, every: int = 1, calls_hit: int = 1
-) -> Count:  # fmt: skip
+    faults: tuple[FaultKind, ...], *, cut: str, part: tuple[int, int], is_small: bool = False, calls_hit: int = 1
+) -> Count:
+    """Live once for each fault at each call, or `one_of_each`; of these the ``part``: which one, of how many."""
     start = prepared()
     calm = copied(start, cut=cut).start(life)
     assert set(calm.ends.values()) == {None}, calm.ends
@@ -406,7 +422,8 @@ def sweep(
     assert {"baseline", "delta", "rollback", "tag", "channel", "expire"} <= kinds.keys()
     aftermath(calm, goes_on=True)
     count = Count(sum(len(view.calls) for view in calm.views.values()), len(faults))
-    for process, fault, where in list(jobs(calm, faults, calls_hit))[first::every]:
+    every = jobs(calm, faults, calls_hit)
+    for process, fault, where in (one_of_each(every) if is_small else [job for _, job in every])[part[0] :: part[1]]:
         run = copied(start, (process, fault), cut=cut)
         count.runs += 1
         try:
@@ -429,14 +446,13 @@ SHARES = 8
 """Tests that the full count is divided into, so that several can run at once."""
 
 
-@pytest.mark.parametrize(("cut", "first"), [("rows", 0), ("columns", 11)])
-def test_a_life_survives_a_fault_at_some_storage_calls_of_each_process(cut: str, first: int) -> None:
-    count = sweep(CI_FAULTS, cut=cut, first=first, every=37)
-    sys.stdout.write(f"{count}\n")
+def test_a_life_survives_a_fault_at_some_storage_calls_of_each_process() -> None:
+    counts = [sweep(CI_FAULTS, cut=cut, part=(number, 2), is_small=True) for number, cut in enumerate(CUTS)]
+    sys.stdout.write("\n".join(map(str, counts)))
 
-    assert not count.failures, str(count)
-    assert count.ends["SimulatedCrash"] > 10
-    assert count.left_alone > 3
+    assert not any(count.failures for count in counts), "\n".join(map(str, counts))
+    assert sum(count.ends["SimulatedCrash"] for count in counts) > 10
+    assert sum(count.left_alone for count in counts) > 3
 
 
 @pytest.mark.soak
@@ -447,7 +463,7 @@ def test_a_life_survives_a_fault_at_some_storage_calls_of_each_process(cut: str,
 def test_a_life_survives_every_fault_at_every_storage_call(
     calls_hit: int, cut: str, share: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    count = sweep(tuple(FaultKind), cut=cut, first=share, every=SHARES, calls_hit=calls_hit)
+    count = sweep(tuple(FaultKind), cut=cut, part=(share, SHARES), calls_hit=calls_hit)
     with capsys.disabled():
         sys.stdout.write(f"share {share + 1} of {SHARES}, {cut}, {calls_hit} calls hit: {count}\n")
 
