@@ -65,7 +65,7 @@ def train(store: str, stop: int, killed_after: int | None = None) -> dict[str, f
     return losses
 
 
-@pytest.mark.parametrize(("world", "killed_after"), [(2, 3), (2, 7), (4, 5)])
+@pytest.mark.parametrize(("world", "killed_after"), [(2, 3), (4, 7)])
 def test_killed_at_a_step_the_same_ranks_go_on_bit_for_bit(
     run_ranks: RunRanks, tmp_path: Any, world: int, killed_after: int
 ) -> None:
@@ -110,7 +110,7 @@ def restore(store: str, save_again: bool) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4), (2, 3)])
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 3)])
 def test_other_ranks_keep_the_mean_of_what_was_held_back(
     run_ranks: RunRanks, tmp_path: Any, old: int, new: int
 ) -> None:
