@@ -155,8 +155,8 @@ def objects_of(manifest: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     listed = [(item["path"], item) for item in manifest["objects"]]
     for group, name, array in arrays:
         place = f"{group}.{name.replace('/', '.')}"
-        end = "/0" * (array["codec"] != "bytes" or array["width"] is not None)
-        chunks = [f"c/{k}{end}" for k in range(len(array["objects"]) - 1)]  # or shards
+        end = ".0" * (array["codec"] != "bytes" or array["width"] is not None)
+        chunks = [f"c.{k}{end}" for k in range(len(array["objects"]) - 1)]  # or shards
         named = zip(["zarr.json", *chunks], array["objects"], strict=False)
         listed += [(f"{place}/{key}", item) for key, item in named]
     return listed

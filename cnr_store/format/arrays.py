@@ -149,9 +149,9 @@ def object_count(entry: ArrayEntry) -> int:
 
 
 def object_path(entry: ArrayEntry, number: int) -> str:
-    """Return the path of an object with chunks, relative to the segment (Zarr's default chunk key encoding)."""
+    """Return the path of an object with chunks, relative to the segment (chunk key encoding ``default`` with dots)."""
     is_vector = len(entry.shape) == 1 and entry.codec == "bytes"
-    return f"{entry.path}/c/{number}" + ("" if is_vector else "/0")
+    return f"{entry.path}/c.{number}" + ("" if is_vector else ".0")
 
 
 def chunks_in(entry: ArrayEntry, number: int) -> range:
@@ -229,7 +229,7 @@ def array_document(entry: ArrayEntry) -> bytes:
         "shape": list(shape),
         "data_type": dtype,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "fill_value": "NaN" if np.dtype(dtype).kind == "f" else 0,
         "codecs": codecs,
         "attributes": attributes,

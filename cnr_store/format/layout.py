@@ -27,7 +27,8 @@ FOLDERS = (COMMITS, STATE, "hint/", BRANCHES, DATA, LEASES, "relay/")
 """The folders that a store or a relay writes below its root. Other names there are never touched."""
 
 MANIFEST = "_segment.json.zst"
-RECEIPT = "_receipt.json.zst"
+RECEIPT = "receipt.json.zst"
+"""What follows a writer's name and a dot in the path of its receipt."""
 
 MAX_NAME_BYTES = 1024
 """Longest table, tensor or slot name in UTF-8 bytes."""
@@ -117,7 +118,7 @@ def segment_of_rows(key: str) -> str | None:
     """Return the segment of an object that has rows of tables; None for dense tensors, documents and all else."""
     root, _, rest = key.partition("/")
     segment, _, path = rest.partition("/")
-    array, is_chunk, _ = path.partition("/c/")
+    array, is_chunk, _ = path.partition("/c.")
     is_of_rows = f"{root}/" == DATA and is_chunk and array.split(".")[1:2] != ["dense"]
     return segment if is_of_rows and is_segment_name(segment) else None
 
@@ -146,27 +147,31 @@ def cursor_key(name: str) -> str:
     return f"{CURSORS}{encode_name(f'{name}.json')}"
 
 
-def writer_folder(rank: int, attempt: str) -> str:
+def writer_name(rank: int, attempt: str) -> str:
     """Return how the paths of one writer's objects begin in a segment: ``r00000-<attempt8>``.
 
-    A dot and a name follow in those of arrays, a slash in those of its documents and receipt.
+    A dot and a name follow.
     """
     return f"r{rank:05d}-{attempt}"
+
+
+def document_path(writer: str, number: int) -> str:
+    """Return the path of a writer's document that is an object; ``number`` counts these from 0."""
+    return f"{writer}.document-{number}.json.zst"
 
 
 def encode_name(name: str) -> str:
     """Return ``name`` as one Zarr node name: percent-encoded to ``[A-Za-z0-9._-]`` and ``%``.
 
-    In names that are reserved by Zarr v3 or this format (dots only, a ``__`` prefix, ``zarr.json``,
-    ``_receipt.json.zst``) the first character is encoded too. So every non-empty name has a node name, and no two names
-    have the same one.
+    In names that are reserved by Zarr v3 (dots only, a ``__`` prefix, ``zarr.json``) the first character is encoded
+    too. So every non-empty name has a node name, and no two names have the same one.
 
     >>> encode_name("model.ebc/user:0")
     'model.ebc%2Fuser%3A0'
     """
     check_name(name)
     encoded = percent_encoded(name)
-    if set(encoded) == {"."} or encoded.startswith("__") or encoded in (ROOT_GROUP, RECEIPT):
+    if set(encoded) == {"."} or encoded.startswith("__") or encoded == ROOT_GROUP:
         encoded = f"%{ord(encoded[0]):02X}{encoded[1:]}"
     if len(encoded) > MAX_NODE_BYTES:
         raise BadName(

@@ -435,7 +435,7 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Receipt(Written, frozen=True, kw_only=True):
-    """``_receipt.json.zst``: what one writer wrote, for the process that puts the manifest; readers never open it."""
+    """What one writer wrote, for the process that puts the manifest; readers never open it."""
 
     txn: Hex32
     rank: Count

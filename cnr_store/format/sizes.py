@@ -69,7 +69,7 @@ def segment_sizes(manifest: Manifest, *, segment_bytes: int | None = None) -> Se
     documents = {entry.object.path for entry in manifest.documents.values() if entry.object is not None}
     found = dict.fromkeys((field.name for field in fields(SegmentSizes)), 0)
     for entry in manifest.objects:
-        array, mark, _ = entry.path.rpartition("/c/")
+        array, mark, _ = entry.path.rpartition("/c.")
         if entry.path in documents:
             kind = "documents"
         else:
@@ -84,7 +84,7 @@ def array_bytes(manifest: Manifest) -> dict[str, int]:
     """Return the stored bytes of the chunks of each array of row lists, by its path. Pure, no I/O."""
     found = {array.path: 0 for array in manifest.arrays}
     for entry in manifest.objects:
-        array, mark, _ = entry.path.rpartition("/c/")
+        array, mark, _ = entry.path.rpartition("/c.")
         if mark and array in found:
             found[array] += entry.size
     return found

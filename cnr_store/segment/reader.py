@@ -42,7 +42,7 @@ from cnr_store.storage import Storage, fill_inside, read_inside, read_verified, 
 from cnr_store.types import JsonValue, RowIds
 
 
-def read_receipt(storage: Storage, name: str, folder: str, digest: str) -> Receipt:
+def read_receipt(storage: Storage, name: str, writer: str, digest: str) -> Receipt:
     """Read the receipt that another writer of the segment put: one GET.
 
     Raises
@@ -52,7 +52,7 @@ def read_receipt(storage: Storage, name: str, folder: str, digest: str) -> Recei
     CorruptStore
         It cannot be parsed.
     """
-    key = layout.segment_key(name, f"{folder}/{layout.RECEIPT}")
+    key = layout.segment_key(name, f"{writer}.{layout.RECEIPT}")
     data = storage.read_document(key, MAX_MANIFEST_BYTES)
     if data is None:
         raise MissingObject(f"receipt {key} is missing, although its rank has written it", path=key)

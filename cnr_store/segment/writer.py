@@ -1,7 +1,7 @@
 """Write one segment: parts, dense tensors, documents, inventory, manifest (spec, section 4).
 
-A writer puts every object once, under a folder that carries its attempt. If another process puts the manifest, the
-writer puts a receipt last. Nothing here makes a segment visible: only a commit record does.
+A writer puts every object once, under a path that begins with its name and attempt. If another process puts the
+manifest, the writer puts a receipt last. Nothing here makes a segment visible: only a commit record does.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class SegmentWriter:
     Row lists that fill a chunk are put at once. Smaller ones are buffered until `finish`, which puts them together.
     """
 
-    def __init__(self, storage: Storage, name: str, *, folder: str, workers: Workers, throttle: Throttle) -> None:
+    def __init__(self, storage: Storage, name: str, *, writer: str, workers: Workers, throttle: Throttle) -> None:
         self.name = name
-        self.folder = folder
+        self.writer = writer
         self._prefix = layout.segment_prefix(name)
         self._storage = storage
         self._workers = workers
@@ -108,7 +108,7 @@ class SegmentWriter:
     def _next_group(self, operation: str) -> str:
         number = self._numbers[operation]
         self._numbers[operation] += 1
-        return f"{self.folder}.{operation}-{number}"
+        return f"{self.writer}.{operation}-{number}"
 
     def _write_large(self, shape: GroupShape, row_list: RowList) -> ListLine:
         """Write a list chunk by chunk into arrays of its own.
@@ -204,7 +204,7 @@ class SegmentWriter:
         unknown = {name: np.asarray(tensor, order="C") for name, tensor in tensors.items() if name not in digests}
         digests = {**digests, **tensor_digests(unknown, self._workers)}
         for dtype_name, own in sorted((dtype.name, own) for dtype, own in by_dtype.items()):
-            pack = Pack.of(array_path(f"{self.folder}.dense", dtype_name), own, dtypes, digests)
+            pack = Pack.of(array_path(f"{self.writer}.dense", dtype_name), own, dtypes, digests)
             self._dense |= pack.lines
             self._dense_arrays[dtype_name] = pack.entry
             self._waiting.append(self._document_of(pack.entry))
@@ -220,7 +220,7 @@ class SegmentWriter:
         self._put_object(ObjectEntry(path=made.path, size=made.size_bytes, xxh3_128=made.digest), made.buffers)
 
     def write_document(self, name: str, document: JsonValue, before: DocumentEntry | None = None) -> None:
-        """Have the receipt a document (reader state, RNG state), or `finish` put it as ``<writer>/<name>.json.zst``.
+        """Have the receipt a document (reader state, RNG state), or `finish` put it as an object if it is not small.
 
         ``before``: the document of that name of the state before, which is kept if it has the same bytes.
         """
@@ -234,8 +234,7 @@ class SegmentWriter:
         elif is_small:
             self._small[name] = msgspec.Raw(text)
         else:
-            # The ending goes through the encoding: a document named _receipt must not become the receipt.
-            path = "/".join([self.folder, *(layout.encode_name(part) for part in f"{name}.json.zst".split("/"))])
+            path = layout.document_path(self.writer, len(self._documents))
             self._waiting.append(partial(self._put, path, data))
             self._documents[name] = path
 
@@ -262,7 +261,7 @@ class SegmentWriter:
         if syncs:
             self._storage.sync_folders(f"{self._prefix}{path}" for path in self._objects)
         groups = {path: self._stored(path, entries) for path, entries in self._groups.items()}
-        packs = [self._stored(f"{self.folder}.dense", {name: one}) for name, one in self._dense_arrays.items()]
+        packs = [self._stored(f"{self.writer}.dense", {name: one}) for name, one in self._dense_arrays.items()]
         whole = (*self._groups.values(), self._dense_arrays)
         inside = {path for entries in whole for one in entries.values() for path in arrays.object_paths(one)}
         return Receipt(
@@ -307,7 +306,7 @@ class SegmentWriter:
     def put_receipt(self, receipt: Receipt) -> str:
         """Put the receipt, this writer's last object; returns its sha256. The committer reads it."""
         data = pack(receipt)
-        key = layout.segment_key(self.name, f"{self.folder}/{layout.RECEIPT}")
+        key = layout.segment_key(self.name, f"{self.writer}.{layout.RECEIPT}")
         self._storage.put_document(key, data, MAX_MANIFEST_BYTES)
         return sha256(data)
 

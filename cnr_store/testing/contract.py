@@ -195,7 +195,7 @@ class StorageContract:
         assert [stat.size_bytes for stat in storage.list_objects("data")] == [len(data)]
 
     def test_percent_escaped_names_stay_as_they_are(self, storage: Storage) -> None:
-        key = "data/seg/r00000-0/model.ebc%2Fuser%3A0/add/rows/c/0"
+        key = "data/seg/r00000-0/model.ebc%2Fuser%3A0/add/rows/c.0"
 
         storage.put(key, b"rows")
 

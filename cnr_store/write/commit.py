@@ -27,7 +27,7 @@ from cnr_store.errors import (
 )
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.documents import canonical_json, sha256
-from cnr_store.format.layout import writer_folder
+from cnr_store.format.layout import writer_name
 from cnr_store.format.records import (
     MAJOR,
     ChainEntry,
@@ -162,9 +162,7 @@ class Commit:
         assert self._receipt is not None  # written before anything is answered
         state, segment = self._state, self._staged.draft.segment
         others = state.setup.workers.run(
-            partial(
-                read_receipt, state.setup.storage, segment, writer_folder(rank, answer["attempt"]), answer["digest"]
-            )
+            partial(read_receipt, state.setup.storage, segment, writer_name(rank, answer["attempt"]), answer["digest"])
             for rank, answer in enumerate(answers)
             if rank > 0
         )

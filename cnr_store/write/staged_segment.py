@@ -11,7 +11,7 @@ import numpy as np
 from cnr_store.errors import BadInput, TableNotFound
 from cnr_store.format import document_tree
 from cnr_store.format.documents import canonical_json, nests_deeper
-from cnr_store.format.layout import check_name, check_names, is_rank_tensor, rank_tensor, writer_folder
+from cnr_store.format.layout import check_name, check_names, is_rank_tensor, rank_tensor, writer_name
 from cnr_store.format.limits import MAX_USER_NESTING
 from cnr_store.format.manifest_state import is_same_tensor
 from cnr_store.format.records import Manifest, Receipt
@@ -163,7 +163,7 @@ class StagedSegment:
         self._state = state
         self._attempt = draft.txn[:8]
         self._out = SegmentWriter(
-            setup.storage, draft.segment, folder=writer_folder(setup.ranks.rank, self._attempt),
+            setup.storage, draft.segment, writer=writer_name(setup.ranks.rank, self._attempt),
             workers=setup.workers, throttle=setup.throttle,
         )  # fmt: skip
         self.draft = draft

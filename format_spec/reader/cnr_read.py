@@ -121,8 +121,8 @@ class Segment:  # [4.1]: a manifest and the objects that it lists
         path = ".".join([group["path"], *(quote(x, safe="").replace("~", "%7E") for x in name.split("/", 1))])
         stored = [item["size"] for item in array["objects"][1:]]
         room, sizes = (array["shards"][key] for key in ("chunks", "sizes")) if "shards" in array else (1, stored)
-        end = "/0" if array["codec"] != "bytes" or array["width"] is not None else ""
-        keys = [f"{path}/c/{k // room}{end}" for k in range(len(sizes))]
+        end = ".0" if array["codec"] != "bytes" or array["width"] is not None else ""
+        keys = [f"{path}/c.{k // room}{end}" for k in range(len(sizes))]
         places = [(key, sum(sizes[k - k % room : k]), sizes[k]) for k, key in enumerate(keys)]
         array |= {"path": path, "rows": group["rows"], "chunk_rows": group["chunk_rows"], "places": places}
         self.arrays[path] = array | {"start": 0, "count": group["rows"]}

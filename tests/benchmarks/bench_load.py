@@ -56,7 +56,7 @@ def write_store(url: str, table: DriftingTable, bits: Any, options: Mapping[str,
         while len(store.snapshot().readers) > 1:
             compact_run(store, policy=CompactionPolicy(max_chain=1))
         manifest = store.snapshot().manifests[-1]
-        paths = tuple(f"{part.set.arrays['codes'].path}/c/" for part in manifest.parts if part.set is not None)
+        paths = tuple(f"{part.set.arrays['codes'].path}/c." for part in manifest.parts if part.set is not None)
         size = sum(item.size for item in manifest.objects if item.path.startswith(paths))
         return 8 * size / table.values.size
 

@@ -289,9 +289,9 @@ def _count_segment(folder: Path) -> Written:
     counted = Written(Counter(rows=sizes.rows, codes=sizes.codes, scales=sizes.scales, slots=sizes.slots))
     for path, (length, blocks, _) in _listing(folder).items():
         counted.blocks_bytes += blocks
-        if path.relative_to(folder).as_posix().partition("/")[2].startswith("dense."):
+        if path.relative_to(folder).as_posix().partition(".")[2].startswith("dense."):
             counted.dense_bytes += length
-        elif path.name == RECEIPT:
+        elif path.name.endswith(RECEIPT):
             counted.kinds["receipt"] += length
         else:
             counted.kinds["metadata"] += length

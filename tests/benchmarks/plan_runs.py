@@ -289,7 +289,7 @@ def restored_documents(folder: Path) -> tuple[float, float]:
     trained = Trained(folder, 2, 64, torch.optim.Adagrad)
     for _ in range(3):
         trained.save()
-    keys = [key for key, _ in trained.reads_of_restore() if "/c/" not in key]
+    keys = [key for key, _ in trained.reads_of_restore() if "/c." not in key]
     manifests = [key for key in keys if key.endswith(MANIFEST)]
     return len(manifests) / len(set(manifests)), len(keys) - len(manifests)
 

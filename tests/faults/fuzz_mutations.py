@@ -46,7 +46,7 @@ KINDS: tuple[tuple[str, str], ...] = (
     (r"data/.*/_receipt\.json\.zst", "receipt"),
     (r".*zarr\.json", "zarr.json"),
     (r"data/.*\.json\.zst", "tree"),
-    (r".*/c/[0-9/]+", "chunk"),
+    (r".*/c\.[0-9.]+", "chunk"),
 )
 
 
@@ -181,7 +181,7 @@ def _reencode(chance: random.Random, case: Case) -> None:
     segment, _, path = key.removeprefix("data/").partition("/")
     data = case.objects[key]
     entry = _entry_of(case.objects, segment, path)
-    number = int(path.rpartition("/c/")[2].partition("/")[0])
+    number = int(path.rpartition("/c.")[2].partition(".")[0])
     if entry is None or chance.random() < 0.3:
         what, case.objects[key] = _other_bytes(chance, case, data)
     elif entry.shards is msgspec.UNSET:
@@ -263,7 +263,7 @@ def _say_inside(objects: Objects, manifest: str, entry: ArrayEntry, index: int, 
 def _entry_of(objects: Objects, segment: str, path: str) -> ArrayEntry | None:
     manifest = decode_manifest(objects[f"data/{segment}/{MANIFEST}"], segment)
     entries = [*manifest.dense_arrays, *manifest.arrays]
-    folder = path.rpartition("/c/")[0]
+    folder = path.rpartition("/c.")[0]
     return next((entry for entry in entries if entry.path == folder), None)
 
 

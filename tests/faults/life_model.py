@@ -143,8 +143,7 @@ def unreferenced(store: Store) -> list[str]:
     wanted: set[str] = set()
     for entry in {entry.seg: entry for chain in chains for entry in chain}.values():
         paths = {one.path for one in SegmentReader.open(store.storage, entry).manifest.objects}
-        # A writer's arrays have its folder's name and a dot in front, its documents and its receipt are in the folder.
-        receipts = {f"{path.partition('/')[0].partition('.')[0]}/_receipt.json.zst" for path in paths if "/" in path}
+        receipts = {f"{path.partition('.')[0]}.receipt.json.zst" for path in paths}
         wanted |= {segment_key(entry.seg, path) for path in {"_segment.json.zst"} | paths}
         wanted |= listed & {segment_key(entry.seg, path) for path in receipts}
     return [

@@ -6,7 +6,7 @@ a time: `verify_store(deep=True)` must name the object, and each version must re
 
 What need not be named, and may not matter either:
 
-- ``_receipt.json.zst``: superseded by the manifest, which has all of it; a reader never opens one.
+- ``*.receipt.json.zst``: superseded by the manifest, which has all of it; a reader never opens one.
 - ``hint/latest.json``: a hint may be stale. (One that is unreadable or ahead of the log is named.)
 - ``leases/``: they save work that would be done twice, and readers from haste; no decision about a state rests on them.
 

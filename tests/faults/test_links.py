@@ -92,7 +92,7 @@ USES: tuple[Callable[[Store], object], ...] = (
         "cnr.json", "zarr.json", "commits", "commits/*7.json", "commits/*0.json", "hint", "hint/latest.json", "state",
         "state/*.json", "branches", "branches/*", "leases", "leases/readers", "leases/readers/*", "leases/cursors",
         "leases/cursors/*", "data", "data/*", "data/*/_segment.json.zst", "data/*/r*.codes",
-        "data/*/r*.codes/c/0",
+        "data/*/r*.codes/c.0.0",
     ],
 )  # fmt: skip
 def test_nothing_behind_a_link_is_used_or_changed(root: Path, pattern: str) -> None:
@@ -120,7 +120,7 @@ def test_nothing_behind_a_link_is_used_or_changed(root: Path, pattern: str) -> N
 def test_maintenance_leaves_a_foreign_folder_alone(root: Path, tmp_path: Path, place: str) -> None:
     """`cnr maintain`, and again a day later, emptied what a link under data/ pointed to."""
     foreign = tmp_path / "photos"
-    for name in ("r0/c/0", "_segment.json.zst", ".tmp-1", "holiday.json"):
+    for name in ("r0/c.0", "_segment.json.zst", ".tmp-1", "holiday.json"):
         (foreign / name).parent.mkdir(parents=True, exist_ok=True)
         (foreign / name).write_bytes(b"mine")
         os.utime(foreign / name, (0, 0))

@@ -108,7 +108,7 @@ NAMED_ALIKE = group(f"{ADDED}.slots.x", 4, {**ADD_ARRAYS, "m": ("int16", None)})
 """A group with an array at the path of slot ``x.m`` of the other group, with fewer rows."""
 CASES: list[tuple[Document, str]] = [
     ({"objects": lambda old: [*old, old[0]]}, "an object is listed twice"),
-    ({"objects": lambda old: [*old, old[0] | {"path": f"{ADDED}.codes/c/1/0"}]}, "an object is listed twice"),
+    ({"objects": lambda old: [*old, old[0] | {"path": f"{ADDED}.codes/c.1.0"}]}, "an object is listed twice"),
     ({"tables.t": lambda old: {**old, **LARGE}}, r"table 't' has shape \(1099511627776, 1048576\)"),
     ({"tables.h": lambda old: {**old, "num_rows": 3}}, "hashed keys and 3 rows"),
     ({"tables.t.encoding": {"encoding": "lattice", "scale": 1e-300}}, "has scale 1e-300"),

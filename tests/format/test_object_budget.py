@@ -161,6 +161,24 @@ def test_dense_tensors_cost_two_objects_per_dtype_long_documents_one(tmp_path: P
     assert len(objects_of(store, second)) == SEGMENT + 2
 
 
+def test_a_segment_has_a_folder_for_each_array_and_no_other(tmp_path: Path) -> None:
+    """On a disk each folder is a mkdir, an fsync, and an open on the way to each object below it."""
+    with Store.create(str(tmp_path / "store"), fsync=False, threads=1) as store:
+        with store.writer() as writer, writer.begin(step=1) as txn:
+            txn.write_table("t", np.ones((600_000, 32), np.float32), options=TableOptions(scale=0.5))
+            txn.put_dense({"w": np.ones(3, np.float32)})
+            txn.put_document("rng/0/torch", {"words": "long" * 1000})
+        segment = tmp_path / "store" / "data" / store.head().record.chain[-1].seg
+        manifest = store.snapshot().manifests[-1]
+
+    entries = [*manifest.arrays, *manifest.dense_arrays]
+    assert len(list(segment.rglob("c.*"))) > len(entries), "several chunks"
+    assert {path.relative_to(segment).as_posix() for path in segment.rglob("*") if path.is_dir()} == {
+        entry.path for entry in entries
+    }
+    assert sorted(path.suffix for path in segment.iterdir() if path.is_file()) == [".json", ".zst", ".zst"]
+
+
 @pytest.mark.parametrize("run", [None, (1, 3), (2, 4)])
 @pytest.mark.parametrize(
     ("long", "objects"), [("", [1, 1, 1, 1]), ("long" * 1000, [3, 1, 1, 2])], ids=["small", "long"]

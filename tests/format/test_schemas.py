@@ -51,7 +51,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
     on_ranks(2, work)
     paths = {name: sorted(GOLDEN.glob(pattern)) for name, pattern in PATTERNS.items()}
-    paths["receipt"] = sorted(folder.glob("data/*/*/_receipt.json.zst"))
+    paths["receipt"] = sorted(folder.glob("data/*/*.receipt.json.zst"))
     return {
         name: [json.loads(vectors.text_of(path.name, path.read_bytes())) for path in of_schema]
         for name, of_schema in paths.items()

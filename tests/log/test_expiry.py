@@ -62,7 +62,7 @@ def raced(fs: IsolatedMemoryFileSystem, times: int = 1) -> Store:
     left = [times]
 
     def on_call(call: Call) -> None:
-        if call.operation == "read" and ".codes/c/" in call.path and left[0]:
+        if call.operation == "read" and ".codes/c." in call.path and left[0]:
             left[0] -= 1
             compact_and_delete(opened(fs))
 
@@ -137,7 +137,7 @@ def test_a_repair_that_is_overtaken_goes_back_to_nothing(store: Store, fs: Isola
 def test_what_is_missing_of_a_live_version_stays_damage(store: Store, fs: IsolatedMemoryFileSystem) -> None:
     last = store.head().record.chain[-1].seg
     (codes,) = (
-        stat.key for stat in store.storage.list_objects(segment_prefix(last)) if stat.key.endswith(".codes/c/0/0")
+        stat.key for stat in store.storage.list_objects(segment_prefix(last)) if stat.key.endswith(".codes/c.0.0")
     )
     store.storage.delete([codes])
 

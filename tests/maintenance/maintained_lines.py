@@ -176,7 +176,7 @@ class MaintainedLines(StoreMachine):
         listed = {stat.key for stat in self.main.store.storage.list_objects(DATA)} - {DATA_GROUP}
         found = {key for key in listed if key.split("/")[1] not in held - needed.keys()}
         # A writer without objects is named nowhere but in its receipt; a committer has none.
-        receipts = {key for key in found if key.endswith(f"/{RECEIPT}") and key.split("/")[1] in needed}
+        receipts = {key for key in found if key.endswith(f".{RECEIPT}") and key.split("/")[1] in needed}
         wanted = {key for keys in needed.values() for key in keys}
         assert found == wanted | receipts
         assert held <= {key.split("/")[1] for key in listed}

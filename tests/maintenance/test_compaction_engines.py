@@ -98,7 +98,7 @@ def test_the_same_bytes_as_threads(store: Store, tmp_path: Path, cluster: None, 
 def test_damage_of_an_input_is_the_error_that_a_reader_gets(store: Store, cluster: None, engine: Any) -> None:
     head = store.head()
     segment = head.record.chain[1].seg
-    path = next(entry.path for entry in manifest_in(store, segment).objects if ".codes/c/" in entry.path)
+    path = next(entry.path for entry in manifest_in(store, segment).objects if ".codes/c." in entry.path)
     store.storage.put(segment_key(segment, path), b"x" * 40)
 
     with pytest.raises(CorruptObject) as caught:

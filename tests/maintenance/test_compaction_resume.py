@@ -153,7 +153,7 @@ def test_a_task_whose_objects_are_not_as_they_were_is_done_again(
         compact_run(store, run=ALL, progress=stop_behind(2))
     segment = lease_of(store).segment
     written = objects_in(store, segment)
-    path = next(p for p in sorted(written) if (p.endswith(RECEIPT) if damage == "receipt" else "/c/" in p))
+    path = next(p for p in sorted(written) if (p.endswith(RECEIPT) if damage == "receipt" else "/c." in p))
     if damage == "remove":
         store.storage.delete([segment_key(segment, path)])
     else:
@@ -177,7 +177,7 @@ def test_a_task_that_lost_its_receipt_is_done_again(
     monkeypatch.setattr(tasks, "PIECE_CHUNKS", 1)
     lease = lease_of(store)
     assert len(lease.done) == TASKS + 1
-    store.storage.delete([segment_key(lease.segment, f"r00001-{lease.plan[:8]}/{RECEIPT}")])
+    store.storage.delete([segment_key(lease.segment, f"r00001-{lease.plan[:8]}.{RECEIPT}")])
 
     assert compact_run(store, run=ALL, deadline_s=0).outcome == "unfinished"
     assert finish(store, training).reused_tasks == TASKS - 1

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cnr_store import CorruptStore, Store, TableOptions
-from cnr_store.format.layout import segment_prefix, writer_folder
+from cnr_store.format.layout import segment_prefix, writer_name
 from cnr_store.format.records import PartEntry
 from cnr_store.maintenance.compaction.merge import merge_piece
 from cnr_store.maintenance.compaction.tasks import MergePiece
@@ -459,7 +459,7 @@ def test_neither_threads_nor_the_cache_change_a_byte(store: Store) -> None:
 
 def refused(store: Store, readers: Any, run: tuple[int, int], piece: MergePiece, workers: Workers) -> None:
     out = SegmentWriter(
-        store.storage, NAME, folder=writer_folder(0, "0" * 8), workers=workers,
+        store.storage, NAME, writer=writer_name(0, "0" * 8), workers=workers,
         throttle=Throttle(None),
     )  # fmt: skip
     merge_piece(readers, run, piece, out, workers)

@@ -84,7 +84,7 @@ def test_flipped_bit_in_any_object_is_named(root: Path) -> None:
 
 def test_deep_check_names_a_bad_object_once(root: Path) -> None:
     for name in ("rows", "codes"):
-        chunk = next(p for p in root.glob(f"data/*3-*/*add-0.{name}/c/0*") for p in [p if p.is_file() else p / "0"])
+        chunk = next(root.glob(f"data/*3-*/*add-0.{name}/c.0*"))
         chunk.write_bytes(flip(chunk.read_bytes()))
 
     with Store.open(str(root)) as store:
@@ -110,9 +110,9 @@ def test_missing_object_is_named(root: Path) -> None:
 
 
 def test_problem_lists_the_versions_it_hurts(root: Path) -> None:
-    baseline = next(root.glob("data/*/*set-0.codes/c/0/0"))
+    baseline = next(root.glob("data/*/*set-0.codes/c.0.0"))
     baseline.write_bytes(flip(baseline.read_bytes()))
-    delta = next(p for p in root.glob("data/*4-*/r*.delete-0.rows/c/0/0"))
+    delta = next(p for p in root.glob("data/*4-*/r*.delete-0.rows/c.0.0"))
     delta.write_bytes(flip(delta.read_bytes()))
 
     found = problems_by_path(root)
@@ -124,7 +124,7 @@ def test_problem_lists_the_versions_it_hurts(root: Path) -> None:
 def test_receipt_that_differs_hurts_no_version(root: Path, damage: str) -> None:
     with Store.open(str(root), fsync=False) as store:
         compact_run(store, run=(0, 4))
-    receipt = next(root.glob("data/*/*/_receipt.json.zst"))
+    receipt = next(root.glob("data/*/*.receipt.json.zst"))
     data = receipt.read_bytes()
     receipt.write_bytes(
         flip(data, 0) if damage == "flipped" else pack({**json.loads(unpack(data, "")), "txn": "0" * 32})
@@ -146,17 +146,17 @@ def test_a_receipt_of_the_committer_is_no_problem_if_it_agrees(root: Path) -> No
     with Store.open(str(root), fsync=False) as store:
         before = store.snapshot()
         document, segment = document_of(before.manifests[-1]), before.record.chain[-1].seg
-        folder = document.groups[0].path.split(".")[0]
+        writer = document.groups[0].path.split(".")[0]
         receipt = Receipt(
-            txn=document.txn, rank=0, world=1, attempt=folder[7:], base=document.base, l0=document.l0,
+            txn=document.txn, rank=0, world=1, attempt=writer[7:], base=document.base, l0=document.l0,
             parts=document.parts, groups=document.groups, dense_arrays=document.dense_arrays, objects=document.objects,
         )  # fmt: skip
-        store.storage.put(segment_key(segment, f"{folder}/{RECEIPT}"), pack(receipt))
+        store.storage.put(segment_key(segment, f"{writer}.{RECEIPT}"), pack(receipt))
         report = verify_store(store, deep=True)
 
         assert report.problems == ()
         assert (
-            report.objects == len([p for p in object_files(root / "data") if p.name != RECEIPT]) - 1
+            report.objects == len([p for p in object_files(root / "data") if not p.name.endswith(RECEIPT)]) - 1
         )  # data/zarr.json
         assert np.array_equal(store.snapshot().table("user").read(), before.table("user").read())
 
@@ -168,7 +168,7 @@ def test_swapped_chunks_of_equal_size_are_both_named(tmp_path: Path) -> None:
         for name, seed in (("a", 1), ("b", 2)):
             values = np.random.default_rng(seed).normal(size=(40, 8)).astype(np.float32)
             txn.write_table(name, values[:, : 8 - seed], options=options)
-    first, second = (next(root.glob(f"data/*/*set-{k}.codes/c/0/0")) for k in (0, 1))
+    first, second = (next(root.glob(f"data/*/*set-{k}.codes/c.0.0")) for k in (0, 1))
     one, two = first.read_bytes(), second.read_bytes()
     assert len(one) == len(two)
 
@@ -180,7 +180,7 @@ def test_swapped_chunks_of_equal_size_are_both_named(tmp_path: Path) -> None:
 
 def test_torn_newest_record_is_named_and_the_rest_is_still_read(root: Path) -> None:
     (root / NEWEST).write_bytes((root / NEWEST).read_bytes()[:100])
-    chunk = next(root.glob("data/*/*set-0.codes/c/0/0"))
+    chunk = next(root.glob("data/*/*set-0.codes/c.0.0"))
     chunk.write_bytes(flip(chunk.read_bytes()))
 
     with Store.open(str(root)) as store:
@@ -213,7 +213,7 @@ def test_records_of_another_store_point_to_the_identity(root: Path) -> None:
 
 
 def test_damage_outside_the_asked_version_is_not_read(root: Path) -> None:
-    delta = next(p for p in root.glob("data/*4-*/r*.delete-0.rows/c/0/0"))
+    delta = next(p for p in root.glob("data/*4-*/r*.delete-0.rows/c.0.0"))
     delta.write_bytes(flip(delta.read_bytes()))
 
     with Store.open(str(root)) as store:
@@ -226,7 +226,7 @@ def test_damage_outside_the_asked_version_is_not_read(root: Path) -> None:
 def test_every_version_reads_what_a_rollback_left_behind(root: Path) -> None:
     with Store.open(str(root)) as store:
         store.rollback(2)
-    delta = next(p for p in root.glob("data/*4-*/r*.delete-0.rows/c/0/0"))
+    delta = next(p for p in root.glob("data/*4-*/r*.delete-0.rows/c.0.0"))
     delta.write_bytes(flip(delta.read_bytes()))
 
     with Store.open(str(root)) as store:
@@ -390,7 +390,7 @@ def test_a_segment_that_may_be_deleted_and_is_needed_is_a_problem(root: Path) ->
 def test_versions_that_no_problem_hurts_are_restorable_newest_first(root: Path) -> None:
     with Store.open(str(root)) as store:
         assert verify_store(store, deep=True).restorable == (6, 5, 4, 3, 2)
-        chunk = next(root.glob("data/*3-*/r*.add-0.codes/c/0/0"))
+        chunk = next(root.glob("data/*3-*/r*.add-0.codes/c.0.0"))
         chunk.write_bytes(flip(chunk.read_bytes()))
 
         report = verify_store(store, deep=True)
@@ -404,9 +404,9 @@ def test_a_version_that_was_not_read_whole_is_not_called_restorable(root: Path) 
 
 
 def test_segments_that_no_version_needs_are_counted_and_are_no_problem(root: Path) -> None:
-    orphan = root / "data" / f"{6:020d}-{'a' * 32}" / "r00000-aaaaaaaa"
+    orphan = root / "data" / f"{6:020d}-{'a' * 32}"
     orphan.mkdir(parents=True)
-    (orphan / "_receipt.json.zst").write_bytes(b"{}")
+    (orphan / f"r00000-aaaaaaaa.{RECEIPT}").write_bytes(b"{}")
 
     with Store.open(str(root)) as store:
         report = verify_store(store)

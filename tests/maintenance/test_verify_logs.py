@@ -79,7 +79,7 @@ def test_a_stray_record_far_behind_the_log_costs_nothing(root: Path) -> None:
 
 def test_damage_of_a_branch_alone_is_named_with_the_branch(root: Path) -> None:
     """Regression: the store was reported as sound."""
-    key = damage(root, chain(root, "trial")[-1], "r*.delete-0.rows/c/0/0")
+    key = damage(root, chain(root, "trial")[-1], "r*.delete-0.rows/c.0.0")
 
     report = check(root)
 
@@ -92,7 +92,7 @@ def test_damage_of_a_branch_alone_is_named_with_the_branch(root: Path) -> None:
 
 
 def test_damage_that_logs_share_hurts_versions_of_each(root: Path) -> None:
-    key = damage(root, chain(root)[-1], "r*.delete-0.rows/c/0/0")
+    key = damage(root, chain(root)[-1], "r*.delete-0.rows/c.0.0")
 
     found = {short(problem) for problem in check(root).problems}
 

@@ -48,7 +48,7 @@ def flip(files: IsolatedMemoryFileSystem, key: str) -> None:
 def chunk_of(store: Store, version: int, name: str = "codes") -> str:
     """The key of a chunk of the last segment of this version."""
     prefix = f"data/{store.record(version).chain[-1].seg}/"
-    found: str = next(s.key for s in store.storage.list_objects(prefix) if f".{name}/c/" in s.key)
+    found: str = next(s.key for s in store.storage.list_objects(prefix) if f".{name}/c." in s.key)
     return found
 
 

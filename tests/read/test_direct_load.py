@@ -183,8 +183,8 @@ def test_a_wrong_code_is_found_by_the_state_digest(tmp_path: Path, monkeypatch: 
 
 def test_chunks_that_change_places_are_found_before_they_are_decoded(tmp_path: Path) -> None:
     with baseline(tmp_path / "s", "lattice") as store:
-        chunks = next(tmp_path.glob("s/data/*/*set-0.codes/c"))
-        shutil.copy(chunks / "1" / "0", chunks / "2" / "0")
+        chunks = next(tmp_path.glob("s/data/*/*set-0.codes"))
+        shutil.copy(chunks / "c.1.0", chunks / "c.2.0")
 
         with pytest.raises(CorruptObject):
             store.snapshot().table("t").read()

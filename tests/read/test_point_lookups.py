@@ -32,13 +32,13 @@ class CountingStorage(LocalStorage):
         self.chunks: list[str] = []
 
     def _read(self, key: str, start: int, stop: int | None) -> bytes | None:
-        if "/c/" in key:
+        if "/c." in key:
             self.chunks.append(key)
         return super()._read(key, start, stop)
 
     def codes_read(self) -> list[int]:
         """The chunks of codes of the baseline that were read since the last call, in order."""
-        found = sorted(int(key.split("/c/")[1].split("/")[0]) for key in self.chunks if "codes/c/" in key)
+        found = sorted(int(key.split("/c.")[1].split(".")[0]) for key in self.chunks if "codes/c." in key)
         self.chunks.clear()
         return found
 
@@ -118,7 +118,7 @@ def test_snapshots_of_one_store_share_what_their_chains_share(store: Store, stor
     assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
     read = list(storage.chunks)
     assert len(read) == len(set(read)), "no object was read twice"
-    assert len([key for key in read if "codes/c/" in key]) == 4, "two of the baseline, one of each delta"
+    assert len([key for key in read if "codes/c." in key]) == 4, "two of the baseline, one of each delta"
 
 
 def versions(store: Store) -> list[int]:
@@ -252,7 +252,7 @@ def test_a_damaged_chunk_is_an_error_with_a_cache_and_read_anew_when_whole(
 ) -> None:
     view = baseline_only(store, ChunkCache(1 << 20))
     expected = baseline_only(store).read()[[150]]
-    path = next(Path(storage.root).glob("data/*/*set-0.codes/c/1/0"))
+    path = next(Path(storage.root).glob("data/*/*set-0.codes/c.1.0"))
     whole = path.read_bytes()
     path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
 
@@ -318,8 +318,8 @@ def test_a_key_costs_the_chunks_whose_range_holds_it(
 
     view.read_rows(np.asarray([keys[-2]]))
 
-    assert len([key for key in storage.chunks if "codes/c/" in key]) == 1
-    assert len([key for key in storage.chunks if "rows/c/" in key]) == 1
+    assert len([key for key in storage.chunks if "codes/c." in key]) == 1
+    assert len([key for key in storage.chunks if "rows/c." in key]) == 1
 
 
 def test_keys_that_are_not_there_are_an_error_or_told(hashed: tuple[Store, dict[int, Float32s]]) -> None:

@@ -43,7 +43,7 @@ class FarStorage(LocalStorage):
         self.lock = threading.Lock()
 
     def _read(self, key: str, start: int, stop: int | None) -> bytes | None:
-        if "/c/" not in key:
+        if "/c." not in key:
             return super()._read(key, start, stop)
         with self.lock:
             self.chunks.append(key)
@@ -174,7 +174,7 @@ def test_few_are_fetched_at_once_when_few_are_left(store: tuple[Store, list[Floa
 def test_damage_is_raised_by_the_read_that_meets_it_and_leaves_no_thread(
     store: tuple[Store, list[Float32s]], storage: FarStorage, damage: str
 ) -> None:
-    path = sorted(Path(storage.root).glob("data/*/*set-0.codes/c/7/0"))[0]
+    path = sorted(Path(storage.root).glob("data/*/*set-0.codes/c.7.0"))[0]
     if damage == "flip":
         path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
     else:

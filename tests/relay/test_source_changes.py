@@ -193,7 +193,7 @@ def test_damage_at_the_source_is_not_copied(store: Store, files: IsolatedMemoryF
     served = near(files).latest_version()
     save(store, 2)
     segment = store.head().record.chain[-1].seg
-    chunk = next(stat.key for stat in store.storage.list_objects(f"{DATA}{segment}") if ".codes/c/" in stat.key)
+    chunk = next(stat.key for stat in store.storage.list_objects(f"{DATA}{segment}") if ".codes/c." in stat.key)
     right = store.storage.read(chunk)
     assert right is not None
     for damaged in (right[:-1], bytes([right[0] ^ 1]) + right[1:]):
@@ -218,7 +218,7 @@ def test_damage_that_a_newer_version_left_behind_is_passed_over(store: Store, fi
     relay.advance()
     damaged, _ = save(store, 2, 3)
     segment = store.head().record.chain[-2].seg
-    chunk = next(stat.key for stat in store.storage.list_objects(f"{DATA}{segment}") if ".codes/c/" in stat.key)
+    chunk = next(stat.key for stat in store.storage.list_objects(f"{DATA}{segment}") if ".codes/c." in stat.key)
     store.storage.put(chunk, b"rot" + (store.storage.read(chunk) or b"")[3:])
     with pytest.raises(CorruptObject):
         relay.advance()

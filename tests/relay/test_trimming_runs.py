@@ -75,7 +75,7 @@ def test_an_object_that_is_missing_in_a_segment_that_is_held_is_damage(
     save(store, 2)
     relay.advance()
     target = place(files)
-    chunks = [stat.key for stat in target.list_objects(DATA) if ".codes/c/" in stat.key]
+    chunks = [stat.key for stat in target.list_objects(DATA) if ".codes/c." in stat.key]
     target.delete(chunks)
 
     with pytest.raises(MissingObject):

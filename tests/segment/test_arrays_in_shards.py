@@ -48,7 +48,7 @@ class FarStorage(LocalStorage):
         self.lock = threading.Lock()
 
     def _read(self, key: str, start: int, stop: int | None) -> bytes | None:
-        if "/c/" in key:
+        if "/c." in key:
             with self.lock:
                 self.reads.append((key, start, stop))
         return super()._read(key, start, stop)
@@ -183,7 +183,7 @@ def test_a_row_is_looked_up_by_the_bytes_of_its_chunk_alone(store: Store) -> Non
     assert same_bits(view.read_rows(np.asarray([63])), states[0][[63]])
 
     ((key, start, stop),) = storage_of(store).reads
-    assert key.endswith("set-0.codes/c/1/0")
+    assert key.endswith("set-0.codes/c.1.0")
     assert (start, stop) == (place.start, place.start + place.size)
     assert place.start > 0
 
@@ -232,13 +232,13 @@ def test_damage_in_a_shard_is_an_error_that_names_it(store: Store, damage: str) 
         "short": lambda data: data[:9],
         "remove": lambda data: b"",
     }
-    damaged(store, "set-0.codes/c/0/0", change[damage])
+    damaged(store, "set-0.codes/c.0.0", change[damage])
 
     for read in (lambda view: view.read(), lambda view: view.read_rows(np.asarray([3]))):
         with pytest.raises(MissingObject if damage == "remove" else CorruptObject) as raised:
             read(store.snapshot().table("t"))
-        assert str(raised.value.path).endswith("set-0.codes/c/0/0")
-    assert [problem.path.rpartition(".set-")[2] for problem in verify_store(store).problems] == ["0.codes/c/0/0"]
+        assert str(raised.value.path).endswith("set-0.codes/c.0.0")
+    assert [problem.path.rpartition(".set-")[2] for problem in verify_store(store).problems] == ["0.codes/c.0.0"]
 
 
 def test_swapped_chunks_under_a_true_digest_are_found_by_a_shallow_check(
@@ -251,23 +251,23 @@ def test_swapped_chunks_under_a_true_digest_are_found_by_a_shallow_check(
     monkeypatch.setattr(
         SegmentWriter,
         "_put",
-        lambda self, path, data: put(self, path, change(data) if path.endswith("set-0.codes/c/0/0") else data),
+        lambda self, path, data: put(self, path, change(data) if path.endswith("set-0.codes/c.0.0") else data),
     )
 
     with Store.create_on(FarStorage(str(tmp_path / "other"))) as other:
         save(other, 173)
 
-        assert [problem.path.rpartition(".set-")[2] for problem in verify_store(other).problems] == ["0.codes/c/0/0"]
+        assert [problem.path.rpartition(".set-")[2] for problem in verify_store(other).problems] == ["0.codes/c.0.0"]
 
 
 def test_an_index_of_other_chunks_is_found_by_verify_and_never_read(store: Store) -> None:
     """It is for plain Zarr readers; ours go by the manifest."""
     states = save(store, 173)
-    damaged(store, "set-0.codes/c/1/0", lambda data: data[:-68] + data[-52:-36] + data[-68:-52] + data[-36:])
+    damaged(store, "set-0.codes/c.1.0", lambda data: data[:-68] + data[-52:-36] + data[-68:-52] + data[-36:])
 
     assert same_bits(store.snapshot().table("t").read(), states[0])
     (problem,) = verify_store(store).problems
-    assert problem.path.endswith("set-0.codes/c/1/0")
+    assert problem.path.endswith("set-0.codes/c.1.0")
 
 
 def test_a_wrong_shard_index_under_a_true_digest_is_found_by_verify(
@@ -331,7 +331,7 @@ def test_objects_of_a_list_that_failed_half_way_are_deleted_and_not_listed(store
         "rows": (np.dtype(np.int64), None), "values": (np.dtype(np.float32), DIM)
     }  # fmt: skip
     name, folder = segment_name(0, "a" * 32), "r00001-0123abcd"
-    writer = SegmentWriter(store.storage, name, folder=folder, workers=Workers(1), throttle=Throttle(None))
+    writer = SegmentWriter(store.storage, name, writer=folder, workers=Workers(1), throttle=Throttle(None))
     with pytest.raises(BadInput):
         writer.write_row_list("escape", RowList(40, widths, partial(produce, most=30)))
     left = {stat.key for stat in store.storage.list_objects(f"data/{name}/")}

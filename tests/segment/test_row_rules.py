@@ -48,7 +48,7 @@ class Damaged:
 
 
 TOUCHING = [
-    {"op": "elements", "key": "@4/r*.set-0.rows/c/0/0", "codec": "gaps", "dtype": "int64", "values": [3, 4, 9]},
+    {"op": "elements", "key": "@4/r*.set-0.rows/c.0.0", "codec": "gaps", "dtype": "int64", "values": [3, 4, 9]},
     {"op": "set", "key": "@4/_segment.json.zst", "at": ["parts", 0, "set", "first"], "value": [3]},
 ]
 """The one row that is added to is the first of those that are set."""
@@ -56,7 +56,7 @@ TOUCHING = [
 LARGEST, SMALLEST = 2**31 - 1, -(2**31)
 TOO_LARGE = [
     {
-        "op": "elements", "key": "@4/r*.add-0.codes/c/0/0", "codec": "digits", "dtype": "int32",
+        "op": "elements", "key": "@4/r*.add-0.codes/c.0.0", "codec": "digits", "dtype": "int32",
         "values": [LARGEST, LARGEST, SMALLEST, LARGEST],
     },
     {"op": "set", "key": "@4/_segment.json.zst", "at": ["groups", 0, "arrays", "codes", "dtype"], "value": "int32"},

@@ -392,7 +392,7 @@ def test_old_segments_may_be_gone(store: Store) -> None:
     consumer = consumer_at(store, log[-1])
     assert isinstance(plan_update(log[-1], target), Reread)
     last = segment_prefix(log[-1].record.chain[-1].seg)
-    rows = [stat.key for stat in store.storage.list_objects(last) if "/rows/c/" in stat.key]
+    rows = [stat.key for stat in store.storage.list_objects(last) if "/rows/c." in stat.key]
     store.storage.delete(rows)
     consumer.go(store, [target])
 

@@ -11,7 +11,7 @@ from cnr_store.storage import Storage, fill_inside, object_digest, open_storage
 from cnr_store.storage.copies import ObjectCopies
 
 PIECES = [b"abc", memoryview(b"defgh"), b"", memoryview(b"ij")]
-KEY, DATA = "data/s/x/c/0", b"abcdefghij"
+KEY, DATA = "data/s/x/c.0", b"abcdefghij"
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -64,7 +64,7 @@ def test_memory_is_filled_with_checked_bytes_alone(storage: Storage) -> None:
     with pytest.raises(CorruptObject, match="cut short"):
         fill_inside(storage, KEY, 8, pieces)
     with pytest.raises(MissingObject):
-        fill_inside(storage, "data/s/x/c/1", 0, pieces)
+        fill_inside(storage, "data/s/x/c.1", 0, pieces)
 
 
 def test_a_local_read_into_memory_refuses_what_is_no_file(tmp_path: Path) -> None:

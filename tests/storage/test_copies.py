@@ -12,14 +12,14 @@ from cnr_store.format.layout import segment_of_rows
 from cnr_store.storage import Storage, object_digest, open_storage, read_inside, read_verified
 from cnr_store.storage.copies import ObjectCopies
 
-KEY = "data/some/c/0"
+KEY = "data/some/c.0"
 DATA = bytes(range(100))
 
 
 @pytest.fixture
 def storage(request: pytest.FixtureRequest) -> Storage:
     found = open_storage(f"memory://{request.node.name}")
-    found.copies = ObjectCopies(lambda key: "/c/" in key, 150)
+    found.copies = ObjectCopies(lambda key: "/c." in key, 150)
     return found
 
 
@@ -48,15 +48,15 @@ def test_a_read_of_a_copy_does_not_copy_it_again(storage: Storage) -> None:
 
 def test_puts_of_chosen_keys_are_recorded_as_far_as_there_is_room(storage: Storage) -> None:
     storage.put(KEY, DATA)
-    storage.put("data/some/c/1", DATA)  # 200 bytes would be too many
-    storage.put("data/some/c/2", memoryview(DATA)[:50])
+    storage.put("data/some/c.1", DATA)  # 200 bytes would be too many
+    storage.put("data/some/c.2", memoryview(DATA)[:50])
     storage.put("data/some/zarr.json", b"{}")
 
     taken = copies_of(storage).take_written()
 
-    assert {key: data.tobytes() for key, data in taken.items()} == {KEY: DATA, "data/some/c/2": DATA[:50]}
+    assert {key: data.tobytes() for key, data in taken.items()} == {KEY: DATA, "data/some/c.2": DATA[:50]}
     assert copies_of(storage).take_written() == {}
-    assert storage.read("data/some/c/1") == DATA
+    assert storage.read("data/some/c.1") == DATA
 
 
 def test_checked_reads_take_what_was_given_and_no_other_read_does(storage: Storage) -> None:
@@ -89,8 +89,8 @@ def test_a_copy_that_is_not_what_the_inventory_says_is_not_used(
 
 def test_objects_with_rows_are_told_from_all_others() -> None:
     segment = f"{0:020d}-{'0' * 32}"
-    assert segment_of_rows(f"data/{segment}/r00000-da9c6661.add-0.codes/c/0/0") == segment
-    assert segment_of_rows(f"data/{segment}/r00000-da9c6661.dense.float32/c/0") is None
+    assert segment_of_rows(f"data/{segment}/r00000-da9c6661.add-0.codes/c.0.0") == segment
+    assert segment_of_rows(f"data/{segment}/r00000-da9c6661.dense.float32/c.0") is None
     assert segment_of_rows(f"data/{segment}/r00000-da9c6661.add-0.codes/zarr.json") is None
     assert segment_of_rows(f"data/{segment}/_segment.json.zst") is None
-    assert segment_of_rows(f"commits/{segment}/c/0") is None
+    assert segment_of_rows(f"commits/{segment}/c.0") is None

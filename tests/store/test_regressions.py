@@ -56,7 +56,7 @@ def test_a_dense_tensor_without_dimensions_keeps_its_shape(store: Store) -> None
     assert found == np.float32(0.5)
 
 
-@pytest.mark.parametrize("name", ["_receipt", "zarr", "reader/_receipt"])
+@pytest.mark.parametrize("name", ["receipt", "zarr", "reader/receipt", "document-0", f"{'ü' * 512}/{'x' * 1024}"])
 def test_a_document_may_have_the_name_of_an_object_of_the_format(store: Store, name: str) -> None:
     """A document ``_receipt`` was overwritten by the receipt, and the version could not be read."""
     with store.writer() as writer:
@@ -72,12 +72,12 @@ def test_a_table_may_be_named_like_the_receipt(store: Store) -> None:
     values = np.ones((2, 2), np.float32)
     with store.writer() as writer:
         with writer.begin(step=1) as txn:
-            txn.write_table("_receipt.json.zst", values, options=TableOptions(scale=1.0))
+            txn.write_table("receipt.json.zst", values, options=TableOptions(scale=1.0))
         with writer.begin(step=2) as txn:
-            txn.write_rows("_receipt.json.zst", np.asarray([1]), values[1:])
+            txn.write_rows("receipt.json.zst", np.asarray([1]), values[1:])
     compact_run(store, run=(0, 2))
 
-    assert np.array_equal(store.snapshot().table("_receipt.json.zst").read(), values)
+    assert np.array_equal(store.snapshot().table("receipt.json.zst").read(), values)
 
 
 def test_a_failed_baseline_that_dropped_its_mirror_needs_a_restore_first(store: Store) -> None:
@@ -316,7 +316,7 @@ def test_a_compaction_whose_work_was_given_up_and_deleted_is_abandoned() -> None
                 txn.write_rows("t", np.arange(4), np.full((4, 2), step, np.float32))
 
     def at_call(call: Call) -> None:
-        if call.operation == "read" and call.path.endswith("_receipt.json.zst") and not is_deleted[0]:
+        if call.operation == "read" and call.path.endswith(".receipt.json.zst") and not is_deleted[0]:
             is_deleted[0] = True
             collect_garbage(other, grace_s=0, orphan_age_s=0, dry_run=False, force=True)
 

@@ -85,7 +85,7 @@ def merge(
     name = name or layout.segment_name(last.base, txn)
     base, txn = int(name[:20]), name[21:]
     out = SegmentWriter(
-        storage, name, folder=layout.writer_folder(0, "0" * 8), workers=workers,
+        storage, name, writer=layout.writer_name(0, "0" * 8), workers=workers,
         throttle=Throttle(None),
     )  # fmt: skip
     parts = tuple(merge_piece(readers, run, piece, out, workers, **options) for piece in pieces)

@@ -172,7 +172,7 @@ class Parts:
         receipts = []
         for rank, tile in enumerate(tiles):
             out = SegmentWriter(
-                self.store.storage, name, folder=layout.writer_folder(rank, "0" * 8),
+                self.store.storage, name, writer=layout.writer_name(rank, "0" * 8),
                 workers=self._workers, throttle=Throttle(None),
             )  # fmt: skip
             lists = self._write_part(out, tile, full=full)

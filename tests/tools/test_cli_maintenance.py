@@ -50,7 +50,7 @@ def state(root: Path) -> dict[str, bytes]:
 
 
 def spoil(root: Path) -> None:
-    chunk = next(root.glob("data/*9-*/*add-0.codes/c/0/0"))
+    chunk = next(root.glob("data/*9-*/*add-0.codes/c.0.0"))
     chunk.write_bytes(flip(chunk.read_bytes()))
 
 

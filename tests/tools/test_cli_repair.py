@@ -16,7 +16,7 @@ def tear_newest(root: Path) -> None:
 
 
 def spoil_last_delta(root: Path) -> None:
-    chunk = next(root.glob("data/*4-*/*delete-0.rows/c/0/0"))
+    chunk = next(root.glob("data/*4-*/*delete-0.rows/c.0.0"))
     chunk.write_bytes(flip(chunk.read_bytes()))
 
 

@@ -87,10 +87,10 @@ def test_show_sizes_are_those_on_disk(root: Path) -> None:
         for path in files:
             name = path.relative_to(root).as_posix()
             kind = "metadata"
-            if "/order/" in name:
+            if ".document-" in name:
                 kind = "documents"
-            elif "/c/" in name:
-                array = name.split("/c/")[0]
+            elif "/c." in name:
+                array = name.split("/c.")[0]
                 kind = next(
                     kind
                     for mark, kind in ((".dense.", "dense"), (".slots.", "slots"), (".rows", "rows"), ("", "codes"))

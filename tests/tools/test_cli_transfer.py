@@ -201,7 +201,7 @@ def test_folder_that_no_export_made_is_never_replaced(store: Store, tmp_path: Pa
 
 
 def test_failed_export_leaves_nothing(store: Store, tmp_path: Path) -> None:
-    chunk = next(Path(root_of(store)).glob("data/*/*set-0.codes/c/0/0"))
+    chunk = next(Path(root_of(store)).glob("data/*/*set-0.codes/c.0.0"))
     chunk.unlink()
 
     done = cnr("export", root_of(store), tmp_path / "new" / "out.npy")

@@ -21,7 +21,7 @@ def test_sound_store_ends_with_zero(root: Path) -> None:
 
 
 def test_damaged_object_ends_with_one_and_is_named(root: Path) -> None:
-    chunk = next(root.glob("data/*1-*/*set-0.codes/c/0/0"))
+    chunk = next(root.glob("data/*1-*/*set-0.codes/c.0.0"))
     chunk.write_bytes(flip(chunk.read_bytes()))
 
     plain = cnr("verify", root)

@@ -33,7 +33,7 @@ class Calm:
 
     def of_saves(self, rank: int) -> int:
         """How many calls the saves of `STEPS` steps take."""
-        last_put = "_receipt.json.zst" if rank else "_segment.json.zst"
+        last_put = ".receipt.json.zst" if rank else "_segment.json.zst"
         ends = [index for index, call in enumerate(self.calls[rank]) if last_put in call and "put" in call]
         last = ends[STEPS - 1]
         return last + 1 if rank else next(i for i in range(last, len(self.calls[0])) if "hint" in self.calls[0][i]) + 1

@@ -51,7 +51,7 @@ def newest_segment(root: Path) -> Path:
 
 
 def damage_chunk(root: Path) -> str:
-    path = next(newest_segment(root).glob("r*.add-0.codes/c/0/0"))
+    path = next(newest_segment(root).glob("r*.add-0.codes/c.0.0"))
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(bytes(data))
@@ -65,7 +65,7 @@ def remove_manifest(root: Path) -> str:
 
 
 def damage_document(root: Path) -> str:
-    path = next(newest_segment(root).glob("r*/rng/0/python.json.zst"))
+    path = next(newest_segment(root).glob("r*.document-0.json.zst"))
     path.write_bytes(path.read_bytes()[:-7])
     return path.relative_to(root).as_posix()
 
@@ -128,7 +128,7 @@ def test_a_baseline_that_is_damaged_takes_its_deltas_along(tmp_path: Path) -> No
         go_on(training, manager, STEPS, STEPS + 3)
         assert [report.kind for report in manager.history] == ["baseline", "delta", "delta"]
         baseline = manager.store.head().record.chain[0].seg
-    path = next((tmp_path / "data" / baseline).glob("r*.set-0.codes/c/0/0"))
+    path = next((tmp_path / "data" / baseline).glob("r*.set-0.codes/c.0.0"))
     path.write_bytes(path.read_bytes()[:-1])
     training = Training(KIND)
     with manager_of(tmp_path, training) as manager:
@@ -182,7 +182,7 @@ def test_damage_is_raised_and_nothing_written_if_no_version_is_whole(tmp_path: P
     trained(tmp_path)
     with Store.open(str(tmp_path)) as store:
         baseline = store.head().record.chain[0].seg
-    path = next((tmp_path / "data" / baseline).glob("r*.set-0.codes/c/0/0"))
+    path = next((tmp_path / "data" / baseline).glob("r*.set-0.codes/c.0.0"))
     path.write_bytes(b"")
 
     with manager_of(tmp_path, Training(KIND)) as manager:
@@ -278,7 +278,7 @@ class Job:
         with self.open() as store:
             segment = store.head().record.chain[-1].seg
             keys = [one.key for one in store.storage.list_objects(f"data/{segment}")]
-        chosen = [key for key in keys if pattern in key and "add-0.codes/c/" in key]
+        chosen = [key for key in keys if pattern in key and "add-0.codes/c." in key]
         key = next(key for key in [*chosen, *keys] if pattern in key)
         path = f"/root/{key}"
         if pattern.endswith("_segment.json.zst"):

@@ -61,7 +61,7 @@ def check_codes(folder: Path) -> None:
 
 def reads_of_tables(folder: Path, rank: int) -> list[str]:
     (calls,) = noted(folder, "partial", rank, "calls")
-    return [call for call in calls if call.startswith("read") and "/c/" in call and "dense" not in call]
+    return [call for call in calls if call.startswith("read") and "/c." in call and "dense" not in call]
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def test_lost_ranks_get_their_rows_from_the_store_and_others_keep_theirs(
 def test_a_rank_killed_at_any_of_fifty_calls_is_replaced_alone(
     four_ranks: FourRanks, calm: Calm, tmp_path: Path
 ) -> None:
-    firsts = {0: calm.index(0, "create commits/", 2) + 1, 2: calm.index(2, "/_receipt.json.zst", 2)}
+    firsts = {0: calm.index(0, "create commits/", 2) + 1, 2: calm.index(2, ".receipt.json.zst", 2)}
     places = [
         (rank, int(index), when)
         for rank, count in ((0, 15), (2, 10))

@@ -23,7 +23,7 @@ def entry(number: int) -> ChainEntry:
 
 
 def key(rank: int, number: int) -> str:
-    return f"data/{entry(number).seg}/r{rank:05d}-00000000.add-0.codes/c/0/0"
+    return f"data/{entry(number).seg}/r{rank:05d}-00000000.add-0.codes/c.0.0"
 
 
 def data(rank: int, number: int) -> bytes:

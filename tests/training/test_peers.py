@@ -162,7 +162,7 @@ def test_nothing_acknowledged_is_lost_in_fifty_kills(four_ranks: FourRanks, calm
     counts: Counter[str] = Counter()
     for number, lost in enumerate(losses):
         first, *along = random.permutation(sorted(lost)).tolist()
-        begins = calm.index(0, "create commits/", 2) + 1 if first == 0 else calm.index(first, "/_receipt.json.zst", 2)
+        begins = calm.index(0, "create commits/", 2) + 1 if first == 0 else calm.index(first, ".receipt.json.zst", 2)
         index, when = int(random.integers(begins, calm.of_saves(first))), str(random.choice(["before", "after"]))
         what = f"number {number}: {first} {when} call {index} ({calm.calls[first][index]}), along with {along}"
         folder = tmp_path / str(number)
@@ -184,7 +184,7 @@ def test_nothing_acknowledged_is_lost_in_fifty_kills(four_ranks: FourRanks, calm
 
 
 @pytest.mark.parametrize(("rank", "part", "occurrence", "when", "peers", "saved"), [
-    (2, "/_receipt.json.zst", 2, "after", PLENTY, 1), (0, "create commits/", 3, "before", None, 1),
+    (2, ".receipt.json.zst", 2, "after", PLENTY, 1), (0, "create commits/", 3, "before", None, 1),
     (0, "create commits/", 3, "after", PLENTY, 2),
 ])  # fmt: skip
 def test_survivors_of_a_loss_in_a_save_know_whether_it_was_committed(

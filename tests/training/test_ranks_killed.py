@@ -18,8 +18,8 @@ from tests.training.ranks_program import RankTraining, When, logged_state, noted
 pytestmark = pytest.mark.slow
 
 KILLS: dict[str, tuple[int, str, int, When, int]] = {
-    "chunk": (2, ".add-0.codes/c/", 1, "before", 1),
-    "receipt": (2, "/_receipt.json.zst", 2, "after", 1),
+    "chunk": (2, ".add-0.codes/c.", 1, "before", 1),
+    "receipt": (2, ".receipt.json.zst", 2, "after", 1),
     "commit": (0, "create commits/", 4, "before", 2),
     "committed": (0, "create commits/", 3, "after", 2),
 }
@@ -169,7 +169,7 @@ def test_a_damaged_mirror_of_one_rank_is_refused_on_all_until_a_restore(
 
 
 def test_a_rank_that_is_too_slow_ends_the_save_on_all_ranks(four_ranks: FourRanks, calm: Calm, tmp_path: Path) -> None:
-    index = calm.index(3, "/_receipt.json.zst", 2)
+    index = calm.index(3, ".receipt.json.zst", 2)
 
     codes = four_ranks.run(tmp_path, "slow", slow=[3, index, "before"], sleep_s=13, timeout_s=6)
 

@@ -278,7 +278,7 @@ def test_what_does_not_exist_is_said(url: str, tmp_path: Path) -> None:
 def test_a_damaged_head_is_an_error_and_an_older_version_still_restores(url: str) -> None:
     store = Store.open(url)
     newest = store.snapshot(step=6)
-    victim = next(Path(url, "data", newest.record.chain[-1].seg).glob("r*.add-0.codes/c/*/0"))
+    victim = next(Path(url, "data", newest.record.chain[-1].seg).glob("r*.add-0.codes/c.*.0"))
     victim.unlink()
     training = Training()
     manager = manager_of(url, training)

@@ -237,7 +237,7 @@ def test_damage_is_named_and_leaves_nothing_that_opens(
     source: Store, files: IsolatedMemoryFileSystem, all_versions: bool
 ) -> None:
     segment = source.head().record.chain[-1].seg
-    path = next(path for path in files.find(f"{FAR}/data/{segment}") if "/c/" in path)
+    path = next(path for path in files.find(f"{FAR}/data/{segment}") if "/c." in path)
     intact = files.cat_file(path)
     files.pipe_file(path, intact[:-1] + bytes([intact[-1] ^ 1]))
 

@@ -109,7 +109,7 @@ def test_names_and_numbers_that_do_not_exist(world: World) -> None:
 def objects(world: World) -> list[str]:
     """Keys of the objects that reading every table and tensor needs: chunks, and the manifest."""
     reader = world.store.snapshot().readers[-1]
-    names = [entry.path for entry in reader.manifest.objects if "/c/" in entry.path]
+    names = [entry.path for entry in reader.manifest.objects if "/c." in entry.path]
     return [segment_key(reader.name, name) for name in ("_segment.json.zst", *names)]
 
 
@@ -170,7 +170,7 @@ def test_a_damaged_object_is_named(damage: str) -> None:
             world.write(key, bad)
         error = damage_found(world)
         if error is None:
-            assert ".rows/c/0" in key  # row ids that the manifest tells are not read
+            assert ".rows/c.0" in key  # row ids that the manifest tells are not read
             contiguous += 1
         else:
             assert type(error) is kind
@@ -187,7 +187,7 @@ def test_two_swapped_chunks_of_one_size_are_found(world: World) -> None:
     reader = world.store.snapshot().readers[-1]
     sizes: dict[int, list[str]] = {}
     for entry in reader.manifest.objects:
-        if "/c/" in entry.path and ".rows/" not in entry.path:
+        if "/c." in entry.path and ".rows/" not in entry.path:
             sizes.setdefault(entry.size, []).append(segment_key(reader.name, entry.path))
     with world.writer.begin(3) as txn:
         rows_of(txn, ids(0), ones(1))
@@ -196,7 +196,7 @@ def test_two_swapped_chunks_of_one_size_are_found(world: World) -> None:
         (one, segment_key(later.name, other.path))
         for other in later.manifest.objects
         for one in sizes.get(other.size, [])
-        if "/c/" in other.path
+        if "/c." in other.path
         and ".rows/" not in other.path
         and world.read(one) != world.read(segment_key(later.name, other.path))
     ]
@@ -299,7 +299,7 @@ def test_a_stream_that_holds_more_than_its_chunk_is_refused(world: World) -> Non
     record = world.store.head().record
 
     def change(manifest: dict[str, Any]) -> None:
-        path = first_group(manifest)["path"] + ".codes/c/0/0"
+        path = first_group(manifest)["path"] + ".codes/c.0.0"
         codes_of(manifest)["objects"][1].update(size=len(data), xxh3_128=object_digest(data))
         world.write(segment_key(record.chain[-1].seg, path), data)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from cnr_store.errors import BadInput, CnrStoreError
-from cnr_store.format.layout import writer_folder
+from cnr_store.format.layout import writer_name
 from cnr_store.format.records import ChainEntry
 from cnr_store.maintenance.compaction.merge import merge_piece
 from cnr_store.maintenance.compaction.plan import Run
@@ -87,9 +87,9 @@ class Job:
     chain: tuple[ChainEntry, ...]
     run: Run
 
-    def folder(self, index: int) -> str:
-        """Return the folder of task ``index`` inside the segment."""
-        return writer_folder(index, self.attempt)
+    def writer(self, index: int) -> str:
+        """Return how the paths of what task ``index`` writes begin."""
+        return writer_name(index, self.attempt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Bench:
     def writer(self, job: Job, index: int) -> SegmentWriter:
         """Return a writer of the folder of task ``index``."""
         return SegmentWriter(
-            self.storage, job.segment, folder=job.folder(index), workers=self.workers,
+            self.storage, job.segment, writer=job.writer(index), workers=self.workers,
             throttle=self.throttle,
         )  # fmt: skip
 

@@ -112,7 +112,7 @@ def put_manifest(
 
 
 def _receipt_of(storage: Storage, job: Job, done: FinishedTask) -> Receipt:
-    receipt = read_receipt(storage, job.segment, job.folder(done.index), done.receipt)
+    receipt = read_receipt(storage, job.segment, job.writer(done.index), done.receipt)
     found = (receipt.txn, receipt.rank, receipt.world, receipt.attempt, receipt.base, receipt.l0)
     wanted = (job.txn, done.index, job.world, job.attempt, job.base, job.l0)
     if found != wanted:

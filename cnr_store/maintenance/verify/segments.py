@@ -95,15 +95,15 @@ def check_objects(
             key = layout.segment_key(reader.name, path)
             findings.add_error(CorruptObject(message, table=part.table), key, versions)
 
-    loose = (entry for entry in manifest.objects if entry.path.rpartition("/c/")[0] not in dense)
+    loose = (entry for entry in manifest.objects if entry.path.rpartition("/c.")[0] not in dense)
     workers.run(partial(check, entry) for entry in loose)
     workers.run(partial(check_pack, array) for array in manifest.dense_arrays)
     workers.run(partial(check_lists, part) for part in manifest.parts)
     for name in (name for name, one in manifest.documents.items() if one.object is None):
         with _caught(findings, layout.segment_key(reader.name, layout.MANIFEST), versions):
             document_tree.decode(reader.read_document(name))
-    for folder in sorted({entry.path.partition("/")[0].partition(".")[0] for entry in manifest.objects}):
-        key = layout.segment_key(reader.name, f"{folder}/{layout.RECEIPT}")
+    for writer in sorted({entry.path.partition(".")[0] for entry in manifest.objects}):
+        key = layout.segment_key(reader.name, f"{writer}.{layout.RECEIPT}")
         with _caught(findings, key, ()):
             _check_receipt(storage, key, manifest)
 

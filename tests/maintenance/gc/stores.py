@@ -73,7 +73,7 @@ def referenced(*stores: Store) -> set[str]:
                 found |= {segment_key(reader.name, path) for path in paths}
                 # A writer without objects is named nowhere but in its receipt.
                 prefix = segment_prefix(reader.name)
-                found |= {key for key in listed(store, prefix) if key.endswith(f"/{RECEIPT}") and key.count("/") == 3}
+                found |= {key for key in listed(store, prefix) if key.endswith(f".{RECEIPT}") and key.count("/") == 2}
     return found
 
 

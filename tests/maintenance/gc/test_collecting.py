@@ -273,7 +273,7 @@ def test_an_orphan_goes_once_it_is_old_by_the_clock_of_the_store(store: Store, f
 def test_an_orphan_that_is_still_written_to_is_young(store: Store, fs: IsolatedMemoryFileSystem) -> None:
     name = orphan(store)
     age(fs, 30, name)
-    store.storage.put(segment_key(name, "r00000-12345678/t/c/0"), b"new")
+    store.storage.put(segment_key(name, "r00000-12345678/t/c.0"), b"new")
 
     assert collect_garbage(store, dry_run=False).marked == 0
 

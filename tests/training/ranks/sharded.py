@@ -165,7 +165,7 @@ def assert_only_needed_chunks_were_read(place: Place, storage: WatchedStorage, s
             (needed if meets else others).update(f"data/{reader.name}/{path}" for path in inside)
     found = {key for key in storage.reads if key in needed | others}
     assert found <= needed
-    chunks = {key for key in needed if ".codes/c/" in key}
+    chunks = {key for key in needed if ".codes/c." in key}
     assert chunks
     assert chunks <= found
 
