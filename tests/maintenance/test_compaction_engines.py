@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import multiprocessing
 import shutil
 import signal
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from cnr_store.storage import open_storage, storage_from_filesystem
 from tests.support.compacted import Training, content_of, manifest_in, strangers_in
 from tests.support.documents import document_of
 from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.forks import forked_children
 
 pytestmark = pytest.mark.usefixtures("training")
 
@@ -37,6 +39,12 @@ OTHERS = ["processes", pytest.param(RayPool(), marks=needs_ray, id="ray")]
 def many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every table a task of its own."""
     monkeypatch.setattr(tasks, "PIECE_CHUNKS", 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> Iterator[None]:
+    with forked_children(engines):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +125,8 @@ def test_no_task_begins_behind_the_deadline(store: Store, cluster: None, engine:
     assert (report.outcome, report.reused_tasks) == ("committed", 0)
 
 
-def test_what_one_engine_has_begun_another_goes_on_with(store: Store) -> None:
+def test_what_one_engine_has_begun_another_goes_on_with(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "multiprocessing", multiprocessing)  # the process is spawned, as a user's
     calls = itertools.count(-2)  # 0 behind the second of the tasks
     with pytest.raises(ZeroDivisionError):
         compact_run(store, run=ALL, progress=lambda *_: 1 // next(calls) and None)

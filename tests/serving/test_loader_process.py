@@ -8,9 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +17,7 @@ from cnr_store import BadInput, Store, VersionRefused
 from cnr_store.errors import Conflict, NotAStore, StorageFailure, VersionNotFound
 from cnr_store.serving import AttachedTables, Loader, LoaderOptions, LoaderProcess, loader_process
 from tests.serving.loaders import is_even
+from tests.support.forks import forked_children
 from tests.support.store_oracle import same_bits
 
 RARELY = LoaderOptions(poll_interval_s=1e6)
@@ -37,11 +36,8 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[None]:
-    """Children are forks of a process that has imported the loader. Those of ``PARENT`` are spawned, as a user's."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload([loader_process.__name__])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loader_process, "multiprocessing", SimpleNamespace(get_context=lambda kind: context))
+    """Children are forks. Those of ``PARENT`` are spawned, as a user's."""
+    with forked_children(loader_process):
         yield
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import multiprocessing
 import os
 import runpy
 import socket
@@ -22,6 +23,7 @@ import pytest
 
 from tests.support.launcher import PATHS, REPOSITORY, import_for_forks
 
+_SPAWNED = ("cnr_store.serving.loader_process", "cnr_store.maintenance.compaction.engines")
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: orphans among its descendants become its children
 _MOST_BYTES = 1 << 20
 
@@ -56,6 +58,19 @@ def forked_interpreters(module: Any, *imported: str) -> Iterator[None]:
             _adopt_orphans(False)
             forks.kill()
             forks.wait()
+
+
+@contextmanager
+def forked_children(module: Any) -> Iterator[None]:
+    """Fork what ``module`` spawns by `multiprocessing`, from one server that has imported the library's modules.
+
+    Arguments are pickled and the main module is imported, as where children are spawned.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_SPAWNED))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "multiprocessing", SimpleNamespace(get_context=lambda kind: context))
+        yield
 
 
 def _adopt_orphans(adopts: bool) -> None:

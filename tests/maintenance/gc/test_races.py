@@ -257,8 +257,9 @@ def is_manifest(call: Call) -> bool:
     return call.path.endswith(MANIFEST)
 
 
-def test_a_collection_may_stop_or_fail_at_any_storage_call() -> None:
-    report = survived(Collecting(), every=5)
+@pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.soak)])
+def test_a_collection_may_stop_or_fail_at_any_storage_call(every: int) -> None:
+    report = survived(Collecting(), every=every)
 
     assert report.runs > 100
 
