@@ -25,6 +25,16 @@ _DENIED_ERRNO = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _NO_ROOT_CODES = frozenset({"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "AccountNotFound"})
 _ABSENT_CODES = frozenset({"NoSuchKey", "BlobNotFound", "ResourceNotFound"})
 _PAST_END_CODES = frozenset({"InvalidRange", "416"})
+_NO_CREDENTIALS = frozenset({
+    "NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "CredentialUnavailableError"
+})  # fmt: skip
+"""Exception classes of the drivers' libraries (botocore, google.auth, azure.identity)."""
+_FULL = ": free some space there, a few MB are enough for `cnr maintain`, which deletes what no version needs"
+_ADVICE = {
+    errno.ENOSPC: f": the disk is full{_FULL}",
+    errno.EDQUOT: f": the quota is used up{_FULL}",
+    errno.EFBIG: ": the file system, or a limit of this process (ulimit -f), allows no file of that size",
+}
 _LONGEST_CHAIN = 10
 _CUT_OFF = {
     "botocore": {"HTTPClientError", "ConnectionError"},
@@ -153,8 +163,16 @@ def storage_failure(
             path=key,
             found=shown,
         )
+    elif any(type(link).__name__ in _NO_CREDENTIALS for link in _chain(error)):
+        failure = AccessDenied(
+            f"{what} failed ({shown}): the driver found no credentials; set them in the environment or the driver's "
+            "own files, or pass storage_options",
+            path=key,
+            found=shown,
+        )
     else:
-        failure = StorageFailure(f"{what} failed ({shown})", path=key, found=shown)
+        advice = _ADVICE.get(error.errno, "") if isinstance(error, OSError) and error.errno is not None else ""
+        failure = StorageFailure(f"{what} failed ({shown}){advice}", path=key, found=shown)
     failure.__cause__ = secrets.without(error)
     return failure
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from cnr_store.errors import NotAStore, StorageFailure, StoreExists
+from cnr_store.errors import NotAStore, StorageFailure, StoreExists, Unsupported
 from cnr_store.format import arrays, layout
 from cnr_store.format.documents import canonical_json, sha256
 from cnr_store.format.identity import decode_identity
@@ -96,8 +96,23 @@ def read_identity(storage: Storage) -> Identity:
     """
     data = storage.read_document(layout.IDENTITY, MAX_SMALL_BYTES)
     if data is None:
-        raise NotAStore(f"{storage.url} is not a cnr store: it has no {layout.IDENTITY}", path=storage.url)
+        raise NotAStore(
+            f"{storage.url} is not a cnr store: it has no {layout.IDENTITY}{_but_remains(storage)}", path=storage.url
+        )
     return decode_identity(data, f"{storage.url}/{layout.IDENTITY}")
+
+
+def _but_remains(storage: Storage) -> str:
+    """Return what else of a store is there, for the message; nothing where it cannot be listed. One listing."""
+    try:
+        found = beginning.remains(storage)
+    except (StorageFailure, Unsupported):
+        return ""
+    if not found:
+        return ""
+    return (
+        f", but {'/, '.join(found)}/: it was deleted or not copied, or a copy or relay is still being made; restore it"
+    )
 
 
 def begin_log(storage: Storage, log: CommitLog, identity: bytes) -> None:

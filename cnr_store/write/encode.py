@@ -171,9 +171,9 @@ def put_escapes(escapes: ExactRows, exact: EncodedList, names: Iterable[str]) ->
 def refused_rows(table: str, row: int, count: int) -> NonFiniteValues:
     """Return the error for ``count`` rows that cannot be encoded, the first of them ``row``."""
     return NonFiniteValues(
-        f"row {row} of table {table!r} (and {count - 1} more) holds NaN, Inf or a value beyond the range of the "
-        'table\'s codes; nothing was written. Find where training diverged, or pass nonfinite="escape" to keep such '
-        "rows exactly",
+        f"row {row} of table {table!r}{f' and {count - 1} more' * (count > 1)}: NaN, Inf or a value beyond the range "
+        "of its codes, in the weights or a slot; nothing was written. Find where training diverged, or keep such rows "
+        'exactly: TableOptions(nonfinite="escape")',
         table=table, expected="finite, within the code range", found=row,
     )  # fmt: skip
 
@@ -210,18 +210,25 @@ def check_arrays(
     for name, array in given.items():
         spec = specs[name]
         shape = (rows,) if spec.is_vector else (rows, spec.width)
-        if array.shape == shape and array.dtype == carrier(spec.dtype):
+        if isinstance(array, np.ndarray) and array.shape == shape and array.dtype == carrier(spec.dtype):
             continue  # nearly all
+        what = "values" if name == "codes" else f"slot {name.removeprefix('slots/')!r}"
+        if not hasattr(array, "shape") or type(array).__module__.startswith("torch"):
+            raise BadDtype(
+                f"{what} of table {table!r}: {type(array).__module__}.{type(array).__name__}, expected a numpy array; "
+                "give np.asarray() of a list, and the .numpy() of a tensor",
+                table=table, expected="numpy array", found=type(array).__name__,
+            )  # fmt: skip
         if tuple(array.shape) != shape:
             raise BadShape(
-                f"{name} of table {table!r} has shape {tuple(array.shape)}, expected {shape}",
+                f"{what} of table {table!r}: shape {tuple(array.shape)}, expected {shape}",
                 table=table, expected=shape, found=tuple(array.shape),
             )  # fmt: skip
         takes_codes = name == "codes" and isinstance(spec.encoding, Lattice)
         if np.dtype(array.dtype) != carrier(spec.dtype) and not (takes_codes and np.dtype(array.dtype) in CODE_DTYPES):
             expected_dtype = f"{carrier(spec.dtype)}{', or its codes as int16 or int32' if takes_codes else ''}"
             raise BadDtype(
-                f"{name} of table {table!r} has dtype {array.dtype}, expected {expected_dtype}",
+                f"{what} of table {table!r}: dtype {array.dtype}, expected {expected_dtype}",
                 table=table, expected=expected_dtype, found=str(array.dtype),
             )  # fmt: skip
     return given

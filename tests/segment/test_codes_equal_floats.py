@@ -178,9 +178,9 @@ def test_codes_are_taken_for_the_rows_of_lattices_only() -> None:
         transaction.write_table("exact", zeros, options=TableOptions.exact())
         transaction.commit()
         with writer.begin(1, "delta") as delta:
-            with pytest.raises(BadDtype, match="codes of table 'exact' has dtype int16, expected float32"):
+            with pytest.raises(BadDtype, match="values of table 'exact': dtype int16, expected float32"):
                 delta.write_rows("exact", rows, codes)
-            with pytest.raises(BadDtype, match="slots/m"):
+            with pytest.raises(BadDtype, match="slot 'm' of table 't'"):
                 delta.write_rows("t", rows, codes, slots={"m": codes})
             with pytest.raises(BadDtype, match="int64, expected float32, or its codes as int16 or int32"):
                 delta.write_rows("t", rows, codes.astype(np.int64), slots={"m": zeros[:2]})

@@ -11,7 +11,14 @@ import aiohttp
 import pytest
 import s3fs.errors
 from azure.core.exceptions import HttpResponseError, ResourceExistsError, ResourceNotFoundError, ServiceResponseError
-from botocore.exceptions import ClientError, ConnectionClosedError, EndpointConnectionError, ReadTimeoutError
+from botocore.exceptions import (
+    ClientError,
+    ConnectionClosedError,
+    EndpointConnectionError,
+    NoCredentialsError,
+    PartialCredentialsError,
+    ReadTimeoutError,
+)
 from fsspec.exceptions import FSTimeoutError
 from gcsfs.retry import HttpError
 
@@ -136,6 +143,25 @@ def test_refused_credentials_are_denied_and_never_absent(error: BaseException) -
     assert not is_absent(error)
     assert type(failure) is AccessDenied
     assert failure.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [NoCredentialsError(), PartialCredentialsError(provider="env", cred_var="secret")])
+def test_credentials_that_no_driver_found_are_asked_for(error: BaseException) -> None:
+    """A regression: the error had only the driver's name of it."""
+    failure = storage_failure(error, action="reading", url="s3://b", key="k", secrets=Secrets())
+
+    assert type(failure) is AccessDenied
+    assert "no credentials; set them in the environment" in str(failure)
+
+
+def test_a_full_disk_is_called_full_and_says_what_frees_it() -> None:
+    """A regression: the message had the name of the errno alone."""
+    failure = storage_failure(
+        OSError(errno.ENOSPC, MISLEADING), action="writing", url="/data/s", key="k", secrets=Secrets()
+    )
+
+    assert "(OSError, ENOSPC): the disk is full: free some space" in str(failure)
+    assert "`cnr maintain`" in str(failure)
 
 
 def test_a_read_only_folder_is_called_that_and_not_wrong_credentials() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 import time
@@ -11,9 +13,10 @@ import numpy as np
 import pytest
 
 from cnr_store import BadInput, CorruptStore, RetentionPolicy, Store, TableOptions, verify_store
-from cnr_store.errors import BadShape, DoesNotApply
+from cnr_store.errors import BadShape, DoesNotApply, NotAStore
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.maintenance.gc import collect_garbage
+from cnr_store.serving import Loader
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Rectangle
 from cnr_store.write.schema_changes import Declaration
@@ -502,3 +505,25 @@ def test_a_name_passes_from_a_dense_table_to_a_hashed_one_in_one_save(store: Sto
     keys, arrays = store.snapshot().table("t").read_all()
     assert keys.tolist() == [2, 3, 77, 78]
     assert arrays["values"][:, 0].tolist() == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("part", ["store", "snapshot", "table", "loader"])
+def test_what_belongs_to_a_process_says_so_when_it_is_pickled(store: Store, part: str) -> None:
+    """A regression: pickling failed with "cannot pickle '_queue.SimpleQueue' object"."""
+    with store.writer() as writer, writer.begin(1) as txn:
+        txn.write_table("user", np.zeros((2, 2), np.float32))
+    with Loader(store) as loader:
+        snapshot = store.snapshot()
+        parts = {"store": store, "snapshot": snapshot, "table": snapshot.table("user"), "loader": loader}
+
+        for copied in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(TypeError, match="cannot be pickled or copied: send the URL"):
+                copied(parts[part])
+
+
+def test_a_folder_without_its_identity_names_what_else_it_has(store: Store, tmp_path: Path) -> None:
+    """A regression: a copy without ``cnr.json`` was called no store, whatever else it had."""
+    (tmp_path / "store" / "cnr.json").unlink()
+
+    with pytest.raises(NotAStore, match=r"no cnr.json, but commits/, .*: it was deleted or not copied"):
+        Store.open(store.url)

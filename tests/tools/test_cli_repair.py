@@ -62,6 +62,16 @@ def test_a_torn_newest_record_is_superseded_and_the_store_verifies(root: Path) -
     assert cnr("repair", root).code == 0
 
 
+@pytest.mark.filterwarnings("ignore:commit record 6 cannot be parsed.*serving version 5:RuntimeWarning")
+def test_version_before_a_torn_record_is_shown(root: Path) -> None:
+    """A regression: it warned that version 5 is served, and then showed nothing."""
+    tear_newest(root)
+
+    shown = cnr("show", root, "--json")
+
+    assert (shown.code, shown.document["version"]) == (0, 5)
+
+
 def test_a_store_goes_on_before_a_spoilt_delta_and_names_what_is_lost(root: Path) -> None:
     spoil_last_delta(root)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from cnr_store import BadInput, Conflict, StorageFailure, TableOptions, Transaction
 from cnr_store.errors import (
@@ -42,6 +43,8 @@ BAD_CALLS: dict[str, tuple[type[Exception], Callable[[Transaction], Any]]] = {
     "one-dimensional values": (BadShape, lambda t: rows_of(t, ids(1), ones(1)[0])),
     "more rows than ids": (BadShape, lambda t: rows_of(t, ids(1), ones(2))),
     "wrong dtype": (BadDtype, lambda t: rows_of(t, ids(1), ones(1, DIM, np.float64))),
+    "values in lists": (BadDtype, lambda t: rows_of(t, ids(1), ones(1).tolist())),
+    "values of torch": (BadDtype, lambda t: rows_of(t, ids(1), torch.ones(1, DIM))),
     "big-endian values": (BadDtype, lambda t: rows_of(t, ids(1), ones(1, DIM, ">f4"))),
     "wrong dtype of a slot": (BadDtype, lambda t: rows_of(t, ids(1), slots={"m": np.ones(1)})),
     "missing slot": (BadInput, lambda t: rows_of(t, ids(1), slots={})),

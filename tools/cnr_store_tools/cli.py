@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Annotated
 
 import typer
@@ -78,4 +79,5 @@ def _without_command(
 
 def main() -> None:
     """Run the command line of this process and exit."""
+    warnings.formatwarning = lambda message, *_args, **_kwargs: f"warning: {message}\n"
     app()

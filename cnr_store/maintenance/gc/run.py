@@ -174,7 +174,7 @@ def check_arguments(grace_s: float, orphan_age_s: float, batch: int = 1, *, forc
         if value < least and not force:
             raise BadInput(
                 f"{name} is {value:g} s; below {least:g} s a read or a save in progress may fail; pass a larger value "
-                "or force=True",
+                "or force=True (`cnr`: --force)",
                 expected=least, found=value,
             )  # fmt: skip
     checked_count("batch", batch, least=1)

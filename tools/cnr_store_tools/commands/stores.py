@@ -127,7 +127,7 @@ def show(
 
 def _version(store: Store, snapshot: Snapshot) -> Document:
     """Return a version's tables, chain and sizes; reads the manifests of its chain and the trainer's document."""
-    record, head = snapshot.record, store.head().record
+    record, head = snapshot.record, store.internals.log.newest_readable()[0].record
     chain: list[Document] = []
     all_sizes = []
     for manifest, entry in zip(snapshot.manifests, record.chain, strict=True):
