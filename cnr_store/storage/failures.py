@@ -29,10 +29,9 @@ _NO_CREDENTIALS = frozenset({
     "NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "CredentialUnavailableError"
 })  # fmt: skip
 """Exception classes of the drivers' libraries (botocore, google.auth, azure.identity)."""
-_FULL = ": free some space there, a few MB are enough for `cnr maintain`, which deletes what no version needs"
 _ADVICE = {
-    errno.ENOSPC: f": the disk is full{_FULL}",
-    errno.EDQUOT: f": the quota is used up{_FULL}",
+    errno.ENOSPC: ": the disk is full; free some space, then `cnr maintain` deletes what no version needs",
+    errno.EDQUOT: ": the quota is used up; free some space there",
     errno.EFBIG: ": the file system, or a limit of this process (ulimit -f), allows no file of that size",
 }
 _LONGEST_CHAIN = 10

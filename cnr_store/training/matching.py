@@ -270,6 +270,8 @@ def _match_optimizers(
 
 def _summary(kind: str, groups: Sequence[Sequence[str]]) -> str:
     """An optimizer in words: its class, and the parameters of its groups that are no tables."""
+    if not any(groups):
+        return f"{kind} of tables only{f', in {len(groups)} groups' * (len(groups) > 1)}"
     return f"{kind} with {len(groups)} groups of parameters besides tables: {'; '.join(map(_some, groups)) or 'none'}"
 
 

@@ -160,7 +160,7 @@ def test_a_full_disk_is_called_full_and_says_what_frees_it() -> None:
         OSError(errno.ENOSPC, MISLEADING), action="writing", url="/data/s", key="k", secrets=Secrets()
     )
 
-    assert "(OSError, ENOSPC): the disk is full: free some space" in str(failure)
+    assert "(OSError, ENOSPC): the disk is full; free some space" in str(failure)
     assert "`cnr maintain`" in str(failure)
 
 

@@ -117,7 +117,7 @@ def test_compacting_costs_what_is_stored(store: Store, run: tuple[int, int]) -> 
 
 
 def test_who_names_the_table_or_gives_the_memory_gets_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("read.plan", "read.snapshot"):
+    for module in ("read.plan", "read.table_view"):
         monkeypatch.setattr(f"cnr_store.{module}.UNCONFIRMED_BYTES", 1000)
     rows = 100_000
     with Store.create(str(tmp_path / "store"), fsync=False, threads=2) as store:
