@@ -37,6 +37,7 @@ from cnr_store.write.table_options import TableOptions
 from cnr_store.write.transaction import Transaction
 from cnr_store.write.whole_tables import TableValues
 from cnr_store_gpu import Staged, Taken
+from cnr_store_gpu.bitmap import RowLists
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,14 @@ class WholeShard:
     weight: torch.Tensor
     slots: Mapping[str, torch.Tensor]
     options: TableOptions | None
+    _rows: tuple[TensorRows, dict[str, TensorRows]] | None = None
+
+    def rows(self) -> tuple[TensorRows, dict[str, TensorRows]]:
+        """Return weights and slots as a transaction takes them; what is dense only here is made once."""
+        if self._rows is None:
+            slots = {name: TensorRows(flat_rows(slot.detach())) for name, slot in self.slots.items()}
+            self._rows = TensorRows(self.weight), slots
+        return self._rows
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +141,7 @@ class LiveRead:
         started, cpu_s = time.perf_counter(), background_cpu_s()
         declare(self.transaction, self.whole.values(), self.drops)
         for name, one in self.whole.items():
-            values, slots = TensorRows(one.weight), _slot_rows(one)
+            values, slots = one.rows()
             if not self.transaction.read_live(one.key.table, values, slots=slots, rectangle=one.key.rectangle):
                 self.unread.add(name)
         self.read_s, self.cpu_s = time.perf_counter() - started, background_cpu_s() - cpu_s
@@ -170,7 +179,11 @@ class SaveJob:
     @property
     def row_count(self) -> int:
         """Rows that this rank writes."""
-        touched = sum(len(row_ids) for name, row_ids in self.row_ids.items() if name not in self.read_shards)
+        read = self.read_shards
+        if isinstance(self.row_ids, RowLists) and not read:
+            touched = len(self.row_ids.row_ids)
+        else:
+            touched = sum(len(self.row_ids[name]) for name in self.row_ids if name not in read)
         whole = {**self.read_shards, **self.whole}
         by_key = sum(len(one.rows.keys) for one in self.keyed)
         return touched + by_key + sum(one.weight.shape[0] for one in whole.values())
@@ -227,10 +240,9 @@ def _write_and_commit(job: SaveJob) -> None:
         if job.read is None:
             declare(transaction, job.whole.values() if job.declares else None, job.drops)
         if job.whole:
-            transaction.write_tables([
-                TableValues(one.key.table, TensorRows(one.weight), _slot_rows(one), rectangle=one.key.rectangle)
-                for one in job.whole.values()
-            ])  # fmt: skip
+            transaction.write_tables(
+                [TableValues(one.key.table, *one.rows(), rectangle=one.key.rectangle) for one in job.whole.values()]
+            )
         joined = joined_rows(job)
         updates = row_updates(job, {key for rows in joined for key in rows.keys})
         transaction.write_many(updates, joined=joined)
@@ -253,19 +265,26 @@ def joined_rows(job: SaveJob) -> list[JoinedRows]:
         filled = (one.counts > 0).tolist()
         names, arrays = [*compress(one.tables, filled)], one.arrays
         if names:
-            row_ids = np.concatenate([*map(job.row_ids.__getitem__, names)])
+            row_ids = rows_of_tables(job.row_ids, names)
             keys = [*map(job.shards.__getitem__, names)]
             counts = one.counts[filled]
             found.append(JoinedRows(keys, counts, row_ids, arrays.pop(WEIGHT), _stored_slots(arrays)))
     return found
 
 
+def rows_of_tables(row_ids: Mapping[str, RowIds], names: Sequence[str]) -> RowIds:
+    """Return the row ids of some tables, end to end."""
+    if isinstance(row_ids, RowLists):
+        return row_ids.joined(names)
+    return np.concatenate([*map(row_ids.__getitem__, names)])
+
+
 def row_updates(job: SaveJob, without: Set[Key]) -> list[RowUpdate]:
     """Return the touched rows of the other tables, table by table."""
     codes, updates = job.staged.codes, []
-    for name, row_ids in job.row_ids.items():
-        shard = job.shards[name]
-        if len(row_ids) and shard not in without:
+    for name in [name for name in job.row_ids if job.shards[name] not in without]:
+        shard, row_ids = job.shards[name], job.row_ids[name]
+        if len(row_ids):
             copies = job.staged.arrays(name, as_array)
             values = as_array(codes[name]) if name in codes else copies.pop(WEIGHT)
             updates.append(RowUpdate(shard.table, row_ids, values, _stored_slots(copies), rectangle=shard.rectangle))
@@ -289,13 +308,9 @@ def declare(transaction: Transaction, whole: Iterable[WholeShard] | None, drops:
     declared: dict[str, list[Declaration]] = {}
     for one in whole:
         if one.options is not None:
-            shard = Declaration(TensorRows(one.weight), _slot_rows(one), one.options)
+            shard = Declaration(*one.rows(), one.options)
             declared.setdefault(one.key.table, []).append(shard)
     transaction.declare_tables(declared)
-
-
-def _slot_rows(one: WholeShard) -> dict[str, TensorRows]:
-    return {name: TensorRows(flat_rows(slot.detach())) for name, slot in one.slots.items()}
 
 
 def _fulfil(future: Future[None], run: Callable[[SaveJob], None], job: SaveJob) -> None:

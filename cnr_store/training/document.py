@@ -169,6 +169,8 @@ def rng_name(rank: int, generator: str = "") -> str:
 
 def equal_states(states: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
     """Return the small state of an optimizer's parameters as lists of `EqualState`; ``names`` in the groups' order."""
+    if isinstance(states, Entries) and not states.places.positions:
+        return []
     if _are_one_step(states, names):
         return [{"value": states[names[0]], "parameters": [[0, len(names)]]}]
     found: dict[Hashable, dict[str, Any]] = {}
@@ -189,7 +191,7 @@ def equal_states(states: Mapping[str, Mapping[str, Any]], names: Sequence[str]) 
 
 
 def _are_one_step(states: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> bool:
-    """Return whether all have one entry of one name, tensors on the host of one number each, with the same bits.
+    """Return whether all have one entry of one name, whole numbers or host tensors of one number, with the same bits.
 
     So it is with the step counters of torch's optimizers where all tables are stepped: told by calls that take them
     all. False says nothing.
@@ -197,16 +199,18 @@ def _are_one_step(states: Mapping[str, Mapping[str, Any]], names: Sequence[str])
     if len(names) < 2:
         return False
     if isinstance(states, Entries):
+        if not states.places.is_one_each() or states.places.names != names:
+            return False
         values = states.all()
-        if states.places.counter(values) is None or states.places.names != names:
-            return False
     else:
-        own = [*map(states.get, names)]
-        if not all(own) or len({tuple(one) for one in own if one}) > 1 or {*map(len, filter(None, own))} != {1}:
+        own = [one for name in names if (one := states.get(name))]
+        if len(own) < len(names) or len({*map(tuple, own)}) > 1 or len(own[0]) != 1:
             return False
-        values = [value for one in own if one for value in one.values()]
-        if not are_counters(values):
-            return False
+        values = [value for one in own for value in one.values()]
+    if {*map(type, values)} == {int}:
+        return len({*values}) == 1
+    if not (states.places.are_counters(values) if isinstance(states, Entries) else are_counters(values)):
+        return False
     addresses = np.array([*map(torch.Tensor.data_ptr, values)], np.int64)
     if not addresses.all() or any(map(torch.Tensor.is_neg, values)):
         return False

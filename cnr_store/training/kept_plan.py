@@ -145,7 +145,8 @@ class Places:
     keys: Sequence[Sequence[str]]
     positions: Sequence[int]
     _starts: dict[str, tuple[int, Sequence[str]]] = field(default_factory=dict)
-    _counters: list[str | None] = field(default_factory=list)
+    _is_one_each: list[bool] = field(default_factory=list)
+    _are_counters: list[bool] = field(default_factory=list)
 
     @classmethod
     def of(cls, found: Mapping[str, Mapping[str, int]]) -> Places:
@@ -159,13 +160,17 @@ class Places:
             self._starts.update(zip(self.names, zip(starts, self.keys), strict=True))  # noqa: B905 (a start more)
         return self._starts[name]
 
-    def counter(self, values: Sequence[Any]) -> str | None:
-        """Return the key of the one entry that each name has, if all entries are `are_counters`; told once."""
-        if not self._counters:
-            first = self.keys[0] if self.keys else []
-            is_one = len(first) == 1 and all(own == first for own in self.keys) and are_counters(values)
-            self._counters.append(first[0] if is_one else None)
-        return self._counters[0]
+    def is_one_each(self) -> bool:
+        """Whether each name has one entry, all under one key; told once."""
+        if not self._is_one_each:
+            self._is_one_each.append(len({*map(tuple, self.keys)}) == 1 and len(self.keys[0]) == 1)
+        return self._is_one_each[0]
+
+    def are_counters(self, values: Sequence[Any]) -> bool:
+        """Return `are_counters` of the entries; told once."""
+        if not self._are_counters:
+            self._are_counters.append(are_counters(values))
+        return self._are_counters[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

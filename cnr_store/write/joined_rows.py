@@ -394,8 +394,7 @@ class StagedRuns:
                     rectangle, own = shard.rectangle_in(schema), entries.get(shard, _NO_LISTS)
                     found[shard] = PartLine(
                         table=shard.table, rows=rectangle.rows, columns=rectangle.columns,
-                        base_digest=before, state_digest=after,
-                        add=own.get("add"), set=own.get("set"), delete=own.get("delete"), escape=own.get("escape"),
+                        base_digest=before, state_digest=after, **own,
                     )  # fmt: skip
         return found
 

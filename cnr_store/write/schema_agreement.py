@@ -124,6 +124,8 @@ def agree(table: str, proposals: Sequence[Proposal]) -> TableSchema:
     BadInput
         The ranks disagree in more than the scale: dtype, slots, options or mirrors.
     """
+    if len(proposals) == 1:
+        return proposals[0].schema
     asked = sorted({proposal.options for proposal in proposals})
     if len(asked) > 1:
         raise BadInput(

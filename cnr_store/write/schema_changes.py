@@ -91,26 +91,22 @@ class SchemaChanges:
         """Agree with all ranks on the schemas of tables that they write whole. Blocks; all ranks call it."""
         self.declared.update(self._agree(partial(self._propose, tables, written)))
 
-    def _agree(self, propose_own: Callable[[], dict[str, list[tuple[Any, int, str, Any]]]]) -> list[str]:
+    def _agree(self, propose_own: Callable[[], dict[str, list[Proposal]]]) -> list[str]:
         """Set the schemas that follow from what all ranks propose; returns the tables. Blocks; all ranks call it."""
-        proposals: dict[str, list[Proposal]] = {}
-        for answer in together(self._state.setup.ranks, propose_own):
-            for table, given in answer.items():
-                proposals.setdefault(table, []).extend(
-                    Proposal(
-                        msgspec.convert(schema, TableSchema), elements, options,
-                        None if choice is None else msgspec.convert(choice, ScaleChoice),
-                    )
-                    for schema, elements, options, choice in given
-                )  # fmt: skip
+        ranks = self._state.setup.ranks
+        if ranks.world == 1:  # which sends nothing
+            [proposals] = together(ranks, propose_own)
+        else:
+            proposals = {}
+            for answer in together(ranks, lambda: {table: [*map(_sent, own)] for table, own in propose_own().items()}):
+                for table, given in answer.items():
+                    proposals.setdefault(table, []).extend(map(_received, given))
         for table, given_by_all in sorted(proposals.items()):
             self.tables[table] = agree(table, given_by_all)
             self._chose(table, agreed_choice(given_by_all))
         return list(proposals)
 
-    def _propose(
-        self, tables: Mapping[str, Sequence[Declaration]], written: Set[str]
-    ) -> dict[str, list[tuple[Any, int, str, Any]]]:
+    def _propose(self, tables: Mapping[str, Sequence[Declaration]], written: Set[str]) -> dict[str, list[Proposal]]:
         for table, declarations in tables.items():
             check_name(table)
             self._check_declared(table, declarations, written)
@@ -120,10 +116,10 @@ class SchemaChanges:
             partial(propose, [shards[number] for number in run], has_mirror=has_mirror) for run in runs
         )
         proposals = dict(zip(chain.from_iterable(runs), chain.from_iterable(found), strict=True))
-        made: dict[str, list[tuple[Any, int, str, Any]]] = {}
+        made: dict[str, list[Proposal]] = {}
         for number, shard in enumerate(shards):
             self.options[shard.table] = shard.options
-            made.setdefault(shard.table, []).append(_sent(proposals[number]))
+            made.setdefault(shard.table, []).append(proposals[number])
         return made
 
     def _check_declared(self, table: str, declarations: Sequence[Declaration], written: Set[str]) -> None:
@@ -161,7 +157,7 @@ class SchemaChanges:
     ) -> None:
         """Add a table with hashed int64 keys. All ranks call it: one scale holds for what each of them samples."""
         own = partial(self._created, table, dim=dim, options=options, dtype=dtype, slots=slots, sample=sample)
-        self._agree(lambda: {table: [_sent(own())]})
+        self._agree(lambda: {table: [own()]})
         self.options[table] = options or TableOptions()
         self.created.add(table)
 
@@ -357,3 +353,9 @@ def _sent(proposal: Proposal) -> tuple[Any, int, str, Any]:
     """A proposal as the ranks send it to each other."""
     choice = None if proposal.choice is None else msgspec.to_builtins(proposal.choice)
     return msgspec.to_builtins(proposal.schema), proposal.elements, proposal.options, choice
+
+
+def _received(sent: tuple[Any, int, str, Any]) -> Proposal:
+    schema, elements, options, choice = sent
+    known = None if choice is None else msgspec.convert(choice, ScaleChoice)
+    return Proposal(msgspec.convert(schema, TableSchema), elements, options, known)

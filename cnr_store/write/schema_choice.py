@@ -40,7 +40,9 @@ from cnr_store.types import (
 from cnr_store.write.table_options import SlotBits, TableOptions, check_used
 
 _DEFAULT_BITS: AffineBits = 8
-_NUMPY_DTYPES: dict[str, TableDtype] = {"float32": "float32", "float16": "float16", "uint16": "bfloat16"}
+_NUMPY_DTYPES: dict[np.dtype[Any], TableDtype] = {
+    np.dtype(np.float32): "float32", np.dtype(np.float16): "float16", np.dtype(np.uint16): "bfloat16",
+}  # fmt: skip
 
 
 def table_dtype(array: Any, table: str) -> TableDtype:
@@ -50,13 +52,14 @@ def table_dtype(array: Any, table: str) -> TableDtype:
     ------
     BadDtype
     """
-    name = np.dtype(array.dtype).name
-    if name not in _NUMPY_DTYPES:
+    dtype = np.dtype(array.dtype)
+    found = _NUMPY_DTYPES.get(dtype if dtype.isnative else dtype.newbyteorder("="))
+    if found is None:
         raise BadDtype(
-            f"table {table!r} has values of dtype {name}; use float32, float16, or uint16 bits of bfloat16",
-            table=table, expected=sorted(_NUMPY_DTYPES), found=name,
+            f"table {table!r} has values of dtype {dtype.name}; use float32, float16, or uint16 bits of bfloat16",
+            table=table, expected=sorted(one.name for one in _NUMPY_DTYPES), found=dtype.name,
         )  # fmt: skip
-    return _NUMPY_DTYPES[name]
+    return found
 
 
 def table_schema(

@@ -59,7 +59,9 @@ class Taken(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
+    """Where a table is in a bitmap's words."""
+
     first_word: int
     num_words: int
     num_rows: int
@@ -97,6 +99,15 @@ class RowLists(Mapping[str, RowIds]):
     def __len__(self) -> int:
         return len(self.tables)
 
+    def joined(self, tables: Sequence[str]) -> RowIds:
+        """Return the row ids of some tables, end to end; copied."""
+        bounds = self._bounds()
+        starts, stops = np.array([*map(bounds.__getitem__, tables)], np.int64).reshape(-1, 2).T
+        counts = stops - starts
+        begins = counts.cumsum() - counts
+        found: RowIds = self.row_ids[np.arange(counts.sum()) + np.repeat(starts - begins, counts)]
+        return found
+
     def _bounds(self) -> dict[str, tuple[int, int]]:
         if not self._cut:
             ends = self.counts.cumsum().tolist()
@@ -112,17 +123,27 @@ class TakenRows(Mapping[str, Taken]):
     ----------
     rows
         Of all tables.
+    words
+        uint32: those of all tables, which lie apart; a copy, which is never written.
+    places
+        Where each table is among the bitmap's words; the same object as long as all tables are taken.
+    first_word
+        The first of ``words`` in the bitmap.
     """
 
     rows: RowLists
-    _places: Mapping[str, _Place]
-    _words: Words
-    _first_word: int
+    words: Words
+    places: Mapping[str, Place]
+    first_word: int
 
     def __getitem__(self, table: str) -> Taken:
-        place, rows = self._places[table], self.rows[table]
-        first = place.first_word - self._first_word
-        return Taken(table, place.num_rows, rows, self._words[first : first + place.num_words])
+        return Taken(table, self.places[table].num_rows, self.rows[table], self.words_in(table, self.words))
+
+    def words_in(self, table: str, words: Words) -> Words:
+        """Return the words of a table in an array that has those of all as `words` does, not copied."""
+        place = self.places[table]
+        first = place.first_word - self.first_word
+        return words[first : first + place.num_words]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.rows)
@@ -131,7 +152,7 @@ class TakenRows(Mapping[str, Taken]):
         return len(self.rows)
 
 
-def _spans_of(places: Mapping[str, _Place]) -> npt.NDArray[np.int64]:
+def _spans_of(places: Mapping[str, Place]) -> npt.NDArray[np.int64]:
     spans = [(place.first_word, place.num_words) for place in places.values()]
     return np.array(spans, np.int64).reshape(-1, 2)
 
@@ -220,12 +241,12 @@ class RowBitmap:
     def __init__(
         self, table_rows: Mapping[str, int], device: torch.device | str = "cpu", *, on_host: bool | None = None
     ) -> None:
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, Place] = {}
         first_word = 0
         for table, num_rows in table_rows.items():
             if num_rows < 0:
                 raise BadInput(f"table {table!r} has {num_rows} rows; expected 0 or more", table=table, found=num_rows)
-            self._places[table] = _Place(first_word, packed.words_of_rows(num_rows), int(num_rows))
+            self._places[table] = Place(first_word, packed.words_of_rows(num_rows), int(num_rows))
             first_word += packed.aligned_words(num_rows)
         self._spans = _spans_of(self._places)
         self.words = torch.zeros(first_word, dtype=torch.int32, device=device)
@@ -400,23 +421,23 @@ class RowBitmap:
         with packed.LOCK:
             (self.words if table is None else self._slice(self._place(table))).zero_()
 
-    def _take_from_host(self, places: Mapping[str, _Place]) -> Mapping[str, Taken]:
+    def _take_from_host(self, places: Mapping[str, Place]) -> Mapping[str, Taken]:
         assert self._host is not None
         if not places:
             return {}
         spans = self._spans if places is self._places else _spans_of(places)
         first, stop = int(spans[:, 0].min()), int(spans.sum(axis=1).max())
         with packed.LOCK:
-            words = self._copy(_Place(first, stop - first, 0))
+            words = self._copy(Place(first, stop - first, 0))
             if len(places) == len(self._places):
                 self._host[first:stop] = 0
             else:
                 for place in places.values():
                     self._slice(place).zero_()
         spans = spans - (first, 0)
-        return TakenRows(RowLists(places.keys(), *packed.rows_of_spans(words, spans)), places, words, first)
+        return TakenRows(RowLists(places.keys(), *packed.rows_of_spans(words, spans)), words, places, first)
 
-    def _take_from_device(self, places: Mapping[str, _Place]) -> dict[str, Taken]:
+    def _take_from_device(self, places: Mapping[str, Place]) -> dict[str, Taken]:
         in_order = sorted(places, key=lambda table: places[table].first_word)
         with packed.LOCK:
             rows, before = _kernels().take_rows(
@@ -434,12 +455,12 @@ class RowBitmap:
             start = stop
         return {table: taken[table] for table in places}
 
-    def _copy(self, place: _Place) -> Words:
+    def _copy(self, place: Place) -> Words:
         # clone first: .cpu() of a CPU tensor is the tensor itself, and the marks are about to be cleared.
         words: Words = self._slice(place).clone().cpu().numpy().view(np.uint32)
         return words
 
-    def _slice(self, place: _Place) -> torch.Tensor:
+    def _slice(self, place: Place) -> torch.Tensor:
         return self.words[place.first_word : place.first_word + place.num_words]
 
     def span(self, table: str) -> tuple[int, int]:
@@ -447,7 +468,7 @@ class RowBitmap:
         place = self._place(table)
         return place.first_word, place.num_rows
 
-    def _place(self, table: str) -> _Place:
+    def _place(self, table: str) -> Place:
         try:
             return self._places[table]
         except KeyError:

@@ -16,7 +16,7 @@ import torch
 from cnr_store.errors import BadRowIds, TableNotFound
 from cnr_store.types import RowIds
 from cnr_store_gpu import words as packed
-from cnr_store_gpu.bitmap import Ids, Taken, check_words, flat_ids
+from cnr_store_gpu.bitmap import Ids, Place, Taken, TakenRows, check_words, flat_ids
 from cnr_store_gpu.words import Words
 
 
@@ -43,9 +43,18 @@ class Cumulative:
     def __init__(self, table_rows: Mapping[str, int]) -> None:
         self._rows = dict(table_rows)
         self._words: dict[str, Words] = {}
+        self._together: Words | None = None  # of which all words are views, in the places of the taken ones
+        self._places: Mapping[str, Place] = {}
 
     def add(self, taken: Taken | Mapping[str, Taken]) -> None:
-        """Add taken rows."""
+        """Add taken rows; where they are always those of a whole bitmap, by one call."""
+        if isinstance(taken, TakenRows) and self._together is not None and taken.places is self._places:
+            np.bitwise_or(self._together, taken.words, out=self._together)
+            return
+        if isinstance(taken, TakenRows) and not self._words and self._has_rows_of(taken.places):
+            self._together, self._places = taken.words.copy(), taken.places
+            self._words = {table: taken.words_in(table, self._together) for table in taken}
+            return
         for one in (taken,) if isinstance(taken, Taken) else taken.values():
             self.add_words(one.table, one.words)
 
@@ -95,11 +104,15 @@ class Cumulative:
 
     def clear(self, table: str | None = None) -> None:
         """Forget one table's rows, or all (a new baseline)."""
+        self._together = None
         if table is None:
             self._words.clear()
         else:
             self._num_rows(table)
             self._words.pop(table, None)
+
+    def _has_rows_of(self, places: Mapping[str, Place]) -> bool:
+        return all(self._rows.get(table) == place.num_rows for table, place in places.items())
 
     def _num_rows(self, table: str) -> int:
         try:

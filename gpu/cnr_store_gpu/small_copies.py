@@ -239,8 +239,8 @@ class SmallCopies:
 
     Attributes
     ----------
-    row_ids
-        Of the tables whose rows are copied here.
+    row_ids, rest
+        Of all tables, as they were asked for, and the tables whose rows are not copied here.
     size_bytes
         Bytes of their copies.
     layout
@@ -249,7 +249,8 @@ class SmallCopies:
         Bytes of the memory that `copy` is given, and of that for all rows of these tables.
     """
 
-    row_ids: Mapping[str, RowIds]
+    row_ids: Mapping[str, Any]
+    rest: frozenset[str]
     size_bytes: int
     layout: SmallLayout
     end: int
@@ -263,6 +264,9 @@ class SmallCopies:
     _typed: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
     _arrays: dict[torch.dtype, npt.NDArray[Any]] = field(default_factory=dict)
     _places: dict[str, list[_Place]] = field(default_factory=dict)
+
+    def __contains__(self, table: str) -> bool:
+        return table in self.row_ids and table not in self.rest
 
     def copy(self, requests: Mapping[str, RowRequest], memory: torch.Tensor) -> None:
         """Copy the rows as they are now into ``memory``, uint8 (end,) of the host. Blocks until it is done.
@@ -385,12 +389,13 @@ def small_copies(
     fits &= np.bincount(layout.owners, ~held | (starts % _UNIT != 0), len(tables)) == 0
     chosen = layout.order[fits[layout.owners[layout.order]]]
     owners, rows, row_bytes, sizes = (one[chosen] for one in (layout.owners, layout.num_rows, layout.row_bytes, sizes))
-    row_ids: Mapping[str, Any]
-    if isinstance(all_ids, RowLists) and fits.all():
-        row_ids, joined, lengths = all_ids, all_ids.row_ids, counts
-    else:
-        row_ids = {tables[at]: all_ids[tables[at]] for at in np.flatnonzero(fits).tolist()}
-        joined, lengths = np.concatenate([*row_ids.values(), np.empty(0, np.int64)]), counts * fits
+    rest = frozenset(tables[at] for at in np.flatnonzero(~fits).tolist())
+    joined, lengths = np.empty(0, np.int64), counts
+    if isinstance(all_ids, RowLists):
+        joined = all_ids.row_ids
+    elif len(rest) < len(tables):
+        joined = np.concatenate([own for table, own in all_ids.items() if table not in rest])
+        lengths = counts * fits
     addresses = address_of(joined) + 8 * (np.cumsum(lengths) - lengths)
     begins = _begins(sizes, layout.groups[chosen])
     parts = np.empty((len(chosen), PART_FIELDS), np.int64)
@@ -400,7 +405,7 @@ def small_copies(
     if len(chosen):
         whole = rows * row_bytes
         end, most = int(begins[-1] + sizes[-1]), int(_begins(whole, layout.groups[chosen])[-1] + whole[-1])
-    return SmallCopies(row_ids, int(sizes.sum()), layout, end, most, chosen, parts, joined)
+    return SmallCopies(all_ids, rest, int(sizes.sum()), layout, end, most, chosen, parts, joined)
 
 
 def _are_plain(ids: Sequence[RowIds | torch.Tensor]) -> npt.NDArray[np.bool_]:

@@ -110,7 +110,7 @@ class Staged:
         if self._here.row_ids.keys() != self._names.keys():
             self.wait()
         small = {} if self._small is None else self._small.row_ids
-        return {table: small[table] if table in small else self._here.row_ids[table] for table in self._tables}
+        return {table: self._here.row_ids[table] if table in self._names else small[table] for table in self._tables}
 
     @property
     def tensors(self) -> Mapping[str, dict[str, torch.Tensor]]:
@@ -127,7 +127,7 @@ class Staged:
         ``as_array`` returns an array that shares the memory of a contiguous host tensor, with as many elements.
         """
         self.wait()
-        if self._small is not None and table in self._small.row_ids:
+        if self._small is not None and table in self._small:
             return self._small.arrays_of(table, as_array)
         return {name: as_array(tensor) for name, tensor in self.tensors[table].items()}
 
@@ -170,7 +170,7 @@ class _TensorsByTable(Mapping[str, dict[str, torch.Tensor]]):
     small: SmallCopies | None
 
     def __getitem__(self, table: str) -> dict[str, torch.Tensor]:
-        if self.small is not None and table in self.small.row_ids:
+        if self.small is not None and table in self.small:
             return self.small.tensors_of(table)
         return {name: self.arrived[table, name] for name in self.names[table] if (table, name) in self.arrived}
 
@@ -382,13 +382,11 @@ class StagingBuffers:
             is_like = like is not None and like is self._like
             small = small_copies(requests, without=self.quantize, known=self._small, is_like=is_like)
             self._small, self._like = small.layout, like
-            if small.row_ids:
+            if len(small.rest) < len(requests):
                 memory = slot.memory.take(("small rows", "", ""), (small.end,), torch.uint8, at_most=small.most)
                 small.copy(requests, memory)
                 staged.add_small(small)
-                held = small.row_ids
-                is_all = len(held) == len(requests)
-                rest = {} if is_all else {table: one for table, one in requests.items() if table not in held}
+                rest = {table: requests[table] for table in requests if table in small.rest}
         for table, request in rest.items():
             staged.name(table, request.tensors)
             index, num_rows = index_of(request.row_ids), common_rows(request.tensors)

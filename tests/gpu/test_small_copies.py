@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from cnr_store.errors import BadRowIds, BadShape
 from cnr_store.training.tensors import as_array
-from cnr_store_gpu import RowBitmap, RowRequest, RowTracker, StagingBuffers, gather_rows
-from cnr_store_gpu.bitmap import RowLists
+from cnr_store_gpu import Cumulative, RowBitmap, RowRequest, RowTracker, StagingBuffers, gather_rows
+from cnr_store_gpu.bitmap import RowLists, TakenRows
 from cnr_store_gpu.small_copies import SMALL_BYTES, RowRequests, TensorLists, small_copies
 from cnr_store_gpu.tables import rows_with_gradient
 from cnr_store_gpu.words import rows_of, rows_of_spans
@@ -70,6 +70,36 @@ def test_a_take_of_some_tables_leaves_the_marks_of_the_others() -> None:
     assert {table: one.row_ids.tolist() for table, one in rest.items()} == {**marks, "a": [], "d": []}
     bitmap.give_back(some)
     assert {table: bitmap.row_ids(table).tolist() for table in marks} == {"a": [0, 39], "b": [], "c": [], "d": [6]}
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_union_of_rows_that_are_taken_together_is_that_of_each_table(data: st.DataObject) -> None:
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+    rows = {"a": 40, "b": 5000, "c": 0, "d": 1025}
+    bitmap, together, alone = RowBitmap(rows), Cumulative(rows), Cumulative(rows)
+    for _ in range(data.draw(st.integers(1, 5))):
+        for table in data.draw(st.lists(st.sampled_from(["a", "b", "d"]), max_size=3)):
+            bitmap.mark(table, random.integers(0, rows[table], 3))
+        taken = bitmap.take_all(data.draw(st.sampled_from([None, None, None, ["d", "a"]])))
+        assert isinstance(taken, TakenRows)
+        names = data.draw(st.permutations([*taken]))
+        assert taken.rows.joined(names).tolist() == [row for name in names for row in taken[name].row_ids.tolist()]
+        together.add(taken)
+        alone.add(dict(taken))
+        match data.draw(st.sampled_from(["add", "clear", "clear a", "add rows", "add rows"])):
+            case "clear":
+                together.clear()
+                alone.clear()
+            case "clear a":
+                together.clear("a")
+                alone.clear("a")
+            case "add rows":
+                together.add_rows("b", [7])
+                alone.add_rows("b", [7])
+    for table in rows:
+        assert together.row_ids(table).tolist() == alone.row_ids(table).tolist()
+        assert together.words(table).tolist() == alone.words(table).tolist()
 
 
 @settings(max_examples=60)
@@ -217,10 +247,10 @@ def test_what_is_large_quantized_strided_or_odd_is_not_copied_as_small() -> None
     rows, table = np.arange(2), torch.ones(4, 2)
 
     def is_taken(row_ids: np.ndarray, **tensors: torch.Tensor) -> bool:  # type: ignore[type-arg]
-        return "t" in small_copies({"t": RowRequest(row_ids, tensors)}, without={"coded"}).row_ids
+        return "t" in small_copies({"t": RowRequest(row_ids, tensors)}, without={"coded"})
 
     assert is_taken(rows, weight=table)
-    assert not small_copies({"t": RowRequest(rows, {"weight": table})}, without={"t"}).row_ids
+    assert "t" not in small_copies({"t": RowRequest(rows, {"weight": table})}, without={"t"})
     assert not is_taken(rows, weight=torch.ones(2, 4).T)
     assert not is_taken(rows, weight=torch.ones(4, 3, dtype=torch.float16))
     assert not is_taken(rows, weight=table, momentum=table.to_sparse(1))

@@ -434,8 +434,11 @@ class RateControl:
     def won(self, transaction: Transaction) -> dict[str, ScaleChange]:
         """Record that the staged save is committed; return what it did to scales, and log it."""
         changes: dict[str, ScaleChange] = {}
-        for table, schema in transaction.tables.items():
-            before, step = self._before.get(table), step_of(schema)
+        tables = transaction.tables
+        anew = [table for table, schema in tables.items() if schema is not self._before.get(table)]
+        for table in anew:
+            schema, before = tables[table], self._before.get(table)
+            step = step_of(schema)
             if step is None:
                 continue
             same = before is not None and (before.generation, before.shift) == (schema.generation, schema.shift)
@@ -456,7 +459,8 @@ class RateControl:
         self._bits |= self._staged
         self._halved = self._halved_after()
         self._first_loss = self._staged_first
-        self._steps = {table: step for table, schema in transaction.tables.items() if (step := step_of(schema))}
+        if anew or len(tables) < len(self._before):
+            self._steps = {table: step for table, schema in tables.items() if (step := step_of(schema))}
         self._pending, self._staged = {}, {}
         return changes
 
