@@ -20,7 +20,7 @@ import numpy.typing as npt
 from cnr_store.encodings import table_kernels
 from cnr_store.encodings.table_kernels import ADD, ADD_WRAPPING, PUT
 from cnr_store.encodings.widths import as_columns
-from cnr_store.errors import CnrStoreError
+from cnr_store.errors import CorruptStore
 from cnr_store.format.arrays import real_rows
 from cnr_store.format.manifest import recorded_digest
 from cnr_store.format.records import ArrayEntry, Manifest, Operation, RowListEntry, TableSchema
@@ -125,12 +125,17 @@ def read_together(
     Parameters
     ----------
     outputs
-        By table: array name to (rows, width) of the array's float dtype; may be empty with ``allocate``.
+        By table: array name to (rows, width) of the array's float dtype, writable; may be empty with ``allocate``.
 
     Returns
     -------
     dict
         By table, of those that were read; no codes without ``allocate``. Outputs of all others hold anything.
+
+    Raises
+    ------
+    StorageFailure, VersionExpired
+        Outputs hold anything. A `CorruptStore` is left to those who read its table by itself.
     """
     manifests = [reader.manifest for reader in readers]
     tables = [
@@ -142,7 +147,16 @@ def read_together(
     for batch in _batches(tables, allocate) if len(tables) >= LEAST_TABLES else ():
         for table, size in _TablesAtOnce(batch, readers, workers).read():
             done[table.name] = ReadTogether(None if allocate is None else table.mirror(allocate), size)
+        for table in batch:
+            table.held.clear()  # memory for those of the next batch
     return done
+
+
+def small_tables(readers: Sequence[SegmentReader], names: Iterable[str]) -> list[str]:
+    """Return those of some tables for which `read_together` is worth memory for outputs. Pure."""
+    manifests = [reader.manifest for reader in readers]
+    found = [name for name in names if _plain_lists(manifests, name, manifests[-1].tables[name]) is not None]
+    return found if len(found) >= LEAST_TABLES else []
 
 
 def _planned(
@@ -195,17 +209,13 @@ def _plain_lists(manifests: Sequence[Manifest], name: str, schema: TableSchema) 
         part = parts[0]
         if len(parts) > 1 or part.rows != rows or part.columns != columns:
             return None
-        if part.delete is not None or part.escape is not None:
+        if part.delete is not None or part.escape is not None or (part.set is not None and part.add is not None):
             return None
-        own, other = part.set, part.add
-        if own is not None and other is not None:
-            return None
-        if own is not None:
-            found.append((segment, "set", own))
-        elif other is not None:
-            own = other
-            found.append((segment, "add", own))
-        if own is not None and len(own.first) > MOST_CHUNKS:
+        if part.set is not None:
+            found.append((segment, "set", part.set))
+        elif part.add is not None:
+            found.append((segment, "add", part.add))
+        if found and len(found[-1][2].first) > MOST_CHUNKS:
             return None
     if not found:
         return None
@@ -307,7 +317,7 @@ class _TablesAtOnce:
                 reached[own] = moved
                 is_sound &= reached < 0
             self._sound[tables[~is_sound]] = False
-        except CnrStoreError:
+        except CorruptStore:
             self._sound[tables] = False
 
     def _rows(

@@ -184,7 +184,9 @@ class Snapshot:
         Raises
         ------
         TableNotFound, BadInput, BadShape, BadDtype
-            Before anything is read. Whatever is wrong with the store leaves a table to `TableView.load`.
+            Before anything is read.
+        StorageFailure, VersionExpired
+            Outputs hold anything. A table that is damaged is left to `TableView.load`, which raises the error.
         """
         prepared = {name: self.table(name).check_outputs(arrays) for name, arrays in outputs.items()}
         if not prepared:
@@ -198,14 +200,15 @@ class Snapshot:
 
         Raises
         ------
-        TableNotFound, BadInput, CorruptStore
+        TableNotFound, BadInput, CorruptStore, StorageFailure, VersionExpired
         """
         if names is None:
             names = [name for name, schema in self.tables.items() if schema.keys == "dense"]
         values = {name: self.table(name).allocated() for name in names}
         together = self.load_together({name: {"codes": array} for name, array in values.items()})
-        for name in values.keys() - together.keys():
-            self.table(name).load({"codes": values[name]})
+        for name, array in values.items():
+            if name not in together:
+                self.table(name).load({"codes": array})
         return values
 
     def __iter__(self) -> Iterator[str]:

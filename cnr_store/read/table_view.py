@@ -360,6 +360,8 @@ class TableView:
                 f"{spec.name} of table {self.name!r} is {spec.dtype}, kept as {carrier(spec.dtype)}, found {out.dtype}",
                 table=self.name, expected=str(carrier(spec.dtype)), found=str(out.dtype),
             )  # fmt: skip
+        if not out.flags.writeable:  # kernels write by address, which nothing would stop
+            raise BadInput(f"the array for {spec.name} of table {self.name!r} is read-only", table=self.name)
         return out.reshape(rows, spec.width) if out.ndim == 1 else out
 
     def _shaped(self, name: str, array: Array) -> Array:

@@ -219,7 +219,7 @@ class Writer(Closing):
         for shard in kept:
             self.mirrors.put(shard, *known[shard])
         for shard in read:
-            if shard.table not in together:
+            if shard not in together:
                 self._load_shard(snapshot, shard, wanted.get(shard, {}), slots_rule)
         for shard in wanted.keys() - set(held):  # a copy that another rank saves
             view = snapshot.table(shard.table)
@@ -228,21 +228,21 @@ class Writer(Closing):
 
     def _load_together(
         self, snapshot: Snapshot, shards: Sequence[Shard], wanted: Mapping[Shard, Mapping[str, Array]]
-    ) -> Collection[str]:
-        """Load those shards that are whole tables and can be read together; returns the tables."""
+    ) -> Collection[Shard]:
+        """Load those shards that are whole tables and can be read together; returns them."""
         allocate = None if self.mirrors.mode == "none" else self.mirrors.allocator()
         schemas = snapshot.tables
         whole = {
-            shard.table: wanted.get(shard, {})
+            shard.table: shard
             for shard in shards
             if (allocate is not None or shard in wanted) and shard.is_whole(schemas[shard.table])
         }
-        found = snapshot.load_together(whole, allocate=allocate)
-        for shard in shards:
-            codes = found.get(shard.table)
+        outputs = {table: wanted.get(shard, {}) for table, shard in whole.items()}
+        found = snapshot.load_together(outputs, allocate=allocate)
+        for table, codes in found.items():
             if codes is not None:
-                self._put_mirror(snapshot, shard, codes)
-        return found.keys()
+                self._put_mirror(snapshot, whole[table], codes)
+        return {whole[table] for table in found}
 
     def _load_shard(self, snapshot: Snapshot, shard: Shard, arrays: Mapping[str, Array], slots_rule: SlotsRule) -> None:
         view = snapshot.table(shard.table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_store import CorruptStore, Store, TableOptions
-from cnr_store.errors import CorruptObject
+from cnr_store.errors import BadInput, CorruptObject, StorageFailure
 from cnr_store.format import layout
 from cnr_store.read import joined_replay
 from cnr_store.read.joined_replay import LEAST_TABLES
 from cnr_store.read.snapshot import Snapshot
-from cnr_store.segment.codes import TableCodes
+from cnr_store.segment.codes import Allocate, TableCodes
 from cnr_store.serving.rows.served_table import BaseTable
 from cnr_store.serving.update.update_plan import Compare
 from cnr_store.serving.update.update_tables import ServeAs, update_tables
@@ -27,7 +28,8 @@ from cnr_store.types import Rectangle
 from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.transaction import Transaction
 from tests.support.consumers import TrackedMemory
-from tests.support.memory import store_in_memory
+from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
+from tests.support.memory import created, opened, store_in_memory
 
 Array = np.ndarray[Any, Any]
 OPTIONS = {
@@ -234,6 +236,28 @@ def test_codes_that_fit_no_output_are_held_a_few_tables_at_once(store: Store, mo
     assert len(check_equal(store.snapshot(), NAMES, mirrors=False, with_slots=True)) == len(NAMES)
 
 
+def test_codes_that_fit_no_output_are_freed_before_others_are_held(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stayed until the last table was read: as much memory as all of them take."""
+    monkeypatch.setattr(joined_replay, "APART_BYTES", 1)
+    save(store)
+    held: list[weakref.ref[Array]] = []
+    counts = []
+    real = joined_replay._SmallTable.hold
+
+    def hold(table: joined_replay._SmallTable, allocate: Allocate | None) -> int:
+        size = real(table, allocate)
+        held.extend(weakref.ref(codes) for codes in table.held.values())
+        counts.append(sum(one() is not None for one in held))
+        return size
+
+    monkeypatch.setattr(joined_replay._SmallTable, "hold", hold)
+    snapshot = store.snapshot()
+    assert len(snapshot.load_together(outputs_of(snapshot, NAMES, with_slots=True))) == len(NAMES)
+    assert counts == [2] * len(NAMES)
+
+
 def test_rows_over_two_chunks(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lists of a shared group go on in the next chunk."""
     monkeypatch.setattr("cnr_store.format.arrays.CHUNK_BYTES", 30 * 2 * 2)
@@ -250,6 +274,31 @@ def test_outputs_that_are_columns_of_a_wider_array_are_left_to_their_table(store
     outputs = outputs_of(snapshot, NAMES, with_slots=False)
     outputs[NAMES[0]]["codes"] = np.zeros((ROWS, 4), np.float32)[:, :2]
     assert {*snapshot.load_together(outputs)} == {*NAMES[1:]}
+
+
+def test_read_only_memory_is_refused(store: Store) -> None:
+    """It was written, by its address: bytes objects changed, and a file mapped for reading ended the process."""
+    save(store)
+    snapshot = store.snapshot()
+    outputs = outputs_of(snapshot, NAMES, with_slots=False)
+    content = bytes(ROWS * 2 * 4)
+    outputs[NAMES[0]]["codes"] = np.frombuffer(content, np.float32).reshape(ROWS, 2)
+    for read in (snapshot.load_together, lambda given: snapshot.table(NAMES[0]).load(given[NAMES[0]])):
+        with pytest.raises(BadInput, match="read-only"):
+            read(outputs)
+    assert content == bytes(ROWS * 2 * 4)
+
+
+def test_an_outage_is_raised_by_the_first_read() -> None:
+    """Each chunk was asked for, with all retries of the storage's client, before the error was raised."""
+    fs = FaultyFileSystem(IsolatedMemoryFileSystem())
+    save(created(fs))
+    with opened(fs) as store:
+        snapshot = store.snapshot()
+        fs.arm(Fault(FaultKind.FAIL_BEFORE, len(fs.calls), calls=1000, only="read"))
+        with pytest.raises(StorageFailure):
+            snapshot.read_many()
+        assert fs.hits == 1
 
 
 def test_a_damaged_chunk_is_an_error_of_its_tables(store: Store) -> None:
@@ -279,6 +328,19 @@ def test_a_wrong_digest_is_an_error_of_its_table(store: Store) -> None:
     assert {*snapshot.load_together(outputs)} == {*NAMES} - {NAMES[3]}
     with pytest.raises(CorruptStore, match="state digest"):
         snapshot.table(NAMES[3]).load(outputs[NAMES[3]])
+
+
+def test_a_shard_without_rows_beside_a_whole_table_has_its_own_mirror(store: Store) -> None:
+    """It got the codes of the whole table."""
+    save(store)
+    tables = {name: [Rectangle((0, ROWS), (0, 2 if "narrow" in name else 3))] for name in NAMES}
+    tables[NAMES[0]].append(Rectangle((ROWS, ROWS), (0, 2)))
+    with store.writer(shards=tables) as writer:
+        writer.restore()
+        held = {
+            shard.rectangle: codes for shard, (codes, _) in writer.mirrors.held().items() if shard.table == NAMES[0]
+        }
+    assert [(held[one].start, held[one].stop) for one in tables[NAMES[0]]] == [(0, ROWS), (ROWS, ROWS)]
 
 
 def test_a_writer_restores_the_same_mirrors(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,9 +18,10 @@ from cnr_store.format.records import TableSchema
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.codes import ABSENT, CODED, ESCAPED
 from cnr_store.segment.reader import SegmentReader
+from cnr_store.serving.rows.memory import Memory
 from cnr_store.serving.rows.served_table import ServedTable, row_kind
 from cnr_store.serving.rows.shards import HashShard, rows_in_shard
-from cnr_store.serving.update.loading import load_table
+from cnr_store.serving.update.loading import load_table, load_together
 from cnr_store.serving.update.update_tables import ServeAs
 from cnr_store.types import FloatBits, Lattice, RowRange
 from tests.support.consumers import HOLDINGS, Consumer, expected_rows
@@ -262,3 +264,59 @@ def test_schemas_are_those_of_the_last_segment() -> None:
     assert served.schema == schema
     assert schema.num_rows == 30
     check(store.snapshot(), served, ServeAs("bfloat16", "codes"), np.r_[np.zeros(20), np.ones(10)].astype(np.uint8))
+
+
+class CountedMemory(Memory):
+    """Memory that counts what is allocated."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def allocate(
+        self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, used_rows: int | None = None
+    ) -> Array:
+        self.names.append(name)
+        return super().allocate(name, shape, dtype, used_rows=used_rows)
+
+
+def saved_tables(options: TableOptions) -> Store:
+    """A store with five tables, whose delta has some rows of each."""
+    store = store_in_memory()
+    random = np.random.default_rng(3)
+    tables = {f"t{k}": random.normal(size=(ROWS, DIM)).astype(np.float32) for k in range(5)}
+    with store.writer() as writer:
+        with writer.begin(0) as txn:
+            for name, values in tables.items():
+                txn.write_table(name, values, options=options)
+        with writer.begin(1) as txn:
+            for k, (name, values) in enumerate(tables.items()):
+                rows = np.arange(k, ROWS, 7)
+                txn.write_rows(name, rows, values[rows] * 2)
+    return store
+
+
+@pytest.mark.parametrize("options", [TableOptions(scale=0.25), TableOptions.exact()])
+def test_tables_that_are_loaded_together_are_those_that_are_loaded_alone(options: TableOptions) -> None:
+    with saved_tables(options) as store:
+        snapshot = store.snapshot()
+        kinds = {name: (schema, row_kind(schema, "float32", "values")) for name, schema in snapshot.tables.items()}
+        together = load_together(snapshot.readers, kinds, snapshot.workers)
+        assert together.keys() == kinds.keys()
+        for name, (served, _) in together.items():
+            assert served.base.rows.tobytes() == load(snapshot, ServeAs(kept_as="values"), name).base.rows.tobytes()
+
+
+@pytest.mark.parametrize("is_few", [True, False])
+def test_no_memory_is_taken_for_tables_that_are_not_loaded_together(
+    is_few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tables were allocated to find out: shared memory of large ones was taken twice, one after the other."""
+    if not is_few:
+        monkeypatch.setattr("cnr_store.format.arrays.CHUNK_BYTES", 20 * DIM * 2)
+    with saved_tables(TableOptions(scale=0.25)) as store:
+        snapshot = store.snapshot()
+        kinds = {name: (schema, row_kind(schema, "float32", "values")) for name, schema in snapshot.tables.items()}
+        chosen = {name: kinds[name] for name in sorted(kinds)[: 3 if is_few else 5]}
+        memory = CountedMemory()
+        assert load_together(snapshot.readers, chosen, snapshot.workers, memory=memory) == {}
+        assert memory.names == []

@@ -16,7 +16,7 @@ import numpy as np
 
 from cnr_store.format.records import TableSchema
 from cnr_store.read.direct_load import is_direct, load_directly
-from cnr_store.read.joined_replay import read_together
+from cnr_store.read.joined_replay import read_together, small_tables
 from cnr_store.read.plan import Columns, TablePlan, check_digest, plan_table
 from cnr_store.read.replay import ChunkReader
 from cnr_store.read.table_reader import read_codes
@@ -86,11 +86,15 @@ def load_together(
     tables
         By name: the schema in the last segment, and how rows are kept.
     """
-    bases = {
-        name: BaseTable.allocate(name, schema, kind, memory=memory)
+    as_stored = (
+        name
         for name, (schema, kind) in tables.items()
         if schema.keys == "dense" and kind.kept_as == "values" and kind.served == kind.table_dtype == "float32"
-    }
+    )
+    # Shared memory is taken as soon as it is allocated: only of tables that will most likely be read.
+    bases = {
+        name: BaseTable.allocate(name, *tables[name], memory=memory) for name in small_tables(readers, as_stored)
+    }  # fmt: skip
     done = read_together(readers, {name: {"codes": base.rows} for name, base in bases.items()}, workers)
     for name in bases.keys() - done.keys():
         block = memory.block_of(bases[name].rows)
