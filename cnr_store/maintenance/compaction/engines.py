@@ -102,7 +102,7 @@ class Bench:
     throttle: Throttle
 
     def writer(self, job: Job, index: int) -> SegmentWriter:
-        """Return a writer of the folder of task ``index``."""
+        """Return a writer of what task ``index`` writes."""
         return SegmentWriter(
             self.storage, job.segment, writer=job.writer(index), workers=self.workers,
             throttle=self.throttle,

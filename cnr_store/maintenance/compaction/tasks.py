@@ -1,4 +1,4 @@
-"""Divide a compaction's result into pieces, and these into tasks that write one folder each. Pure.
+"""Divide a compaction's result into pieces, and these into tasks of one writer each. Pure.
 
 The plan depends on manifests alone, so every process plans the same tasks for the same run. A killed compaction can
 therefore be resumed, and threads, processes and machines write the same bytes.
@@ -36,7 +36,7 @@ class MergePiece:
 
 @dataclass(frozen=True, slots=True)
 class CompactionTask:
-    """The pieces that one worker writes to one folder with one receipt; ``index`` is the folder's rank.
+    """The pieces that one worker writes under one writer's name, with one receipt; ``index`` is that writer's rank.
 
     ``chunks``: of codes, in the result or in what is merged; a measure of the work, so no part of the plan's digest.
     """
