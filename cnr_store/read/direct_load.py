@@ -51,7 +51,7 @@ def load_directly(
         ``outputs`` then hold undefined values.
     """
     specs = array_specs(plan.schema, plan.columns)
-    with prefetching(readers, chunks_of(plan), list(outputs), workers) as sources:
+    with prefetching(readers, chunks_of(plan, list(outputs)), workers) as sources:
         engine = Replay(sources, workers)
         totals = workers.run(
             partial(_load, engine, step, plan, specs, outputs) for batch in plan.batches for step in batch.steps

@@ -104,12 +104,6 @@ class _ListsInChunk:
     number: int
     lines: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
-    def wanted(self) -> WantedChunk:
-        """Return what a read of it fetches."""
-        return WantedChunk(
-            self.segment, self.group, self.number, any(last - first + 1 != n for _, _, n, first, last in self.lines)
-        )
-
 
 def read_together(
     readers: Sequence[SegmentReader],
@@ -255,8 +249,8 @@ class _TablesAtOnce:
     def read(self) -> list[tuple[_SmallTable, int]]:
         """Replay and decode; returns the tables that were read, with their stored bytes."""
         chunks = self._chunks()
-        wanted = (chunk.wanted() for own in chunks for chunk in own)
-        with prefetching(self._readers, wanted, self._arrays, self._workers) as sources:
+        wanted = (self._wanted(chunk) for own in chunks for chunk in own)
+        with prefetching(self._readers, wanted, self._workers) as sources:
             for own in chunks:
                 for chunk in own:
                     self._count(self._readers[chunk.segment], chunk)
@@ -286,13 +280,22 @@ class _TablesAtOnce:
                     number, begin, left = number + 1, 0, left - count
         return [[*own.values()] for own in found]
 
+    def _wanted(self, chunk: _ListsInChunk) -> WantedChunk:
+        """Return what a read of it fetches."""
+        tables = [line[0] for line in chunk.lines]
+        names = [name for name, held in self._arrays.items() if held.has[tables].any()]
+        has_gaps = any(last - first + 1 != count for _, _, count, first, last in chunk.lines)
+        return WantedChunk(chunk.segment, chunk.group, chunk.number, has_gaps, names)
+
     def _count(self, reader: SegmentReader, chunk: _ListsInChunk) -> None:
         """Count the bytes of each list, its share of the chunk."""
         lines = np.array([line[:3] for line in chunk.lines], np.int64)
         for name, entry in chunk.group.items():
-            if name == "rows" or name in self._arrays:
-                size = reader.place_of(entry, chunk.number).size
-                self._bytes[lines[:, 0]] += size * lines[:, 2] // real_rows(entry, chunk.number)
+            if name != "rows" and name not in self._arrays:
+                continue
+            own = lines if name == "rows" else lines[self._arrays[name].has[lines[:, 0]]]
+            size = reader.place_of(entry, chunk.number).size
+            self._bytes[own[:, 0]] += size * own[:, 2] // real_rows(entry, chunk.number)
 
     def _apply(self, reader: ChunkReader, chunk: _ListsInChunk) -> None:
         """Put or add the rows of a chunk in the codes of their tables."""

@@ -53,18 +53,20 @@ class FetchRequest:
 
 
 class WantedChunk(NamedTuple):
-    """A chunk of the arrays ``entries`` (by name) of a segment; ``has_gaps``: row ids that have to be read."""
+    """A chunk of the arrays ``entries`` (by name) of a segment, of which a replay wants ``names``.
+
+    ``has_gaps``: row ids that have to be read.
+    """
 
     segment: int
     entries: Mapping[str, ArrayEntry]
     number: int
     has_gaps: bool
+    names: Collection[str]
 
 
-def fetch_requests(
-    readers: Sequence[SegmentReader], chunks: Iterable[WantedChunk], names: Iterable[str]
-) -> list[FetchRequest]:
-    """Return the requests by which a replay of ``chunks`` into arrays ``names`` gets them, in its order. No I/O.
+def fetch_requests(readers: Sequence[SegmentReader], chunks: Iterable[WantedChunk]) -> list[FetchRequest]:
+    """Return the requests by which a replay of ``chunks`` gets them, in its order. No I/O.
 
     Without those that it may leave out: row ids of chunks whose rows have no gap, and chunks that are decoded already.
     The slot in whose order codes are stored is read for them, and again for itself.
@@ -73,9 +75,9 @@ def fetch_requests(
     seen: set[tuple[int, str, int]] = set()
     found: list[FetchRequest] = []
     last: dict[tuple[int, str], FetchRequest] = {}
-    chosen = {"rows", *names, *(arrays_of_codes if "codes" in names else ())}
-    for segment, entries, number, has_gaps in chunks:
+    for segment, entries, number, has_gaps, names in chunks:
         reader = readers[segment]
+        chosen = {"rows", *names, *(arrays_of_codes if "codes" in names else ())}
         asked = {
             name: entry
             for name, entry in entries.items()
@@ -97,16 +99,16 @@ def fetch_requests(
     return found
 
 
-def chunks_of(plan: TablePlan) -> Iterator[WantedChunk]:
-    """Yield the chunks of a plan, in its order."""
+def chunks_of(plan: TablePlan, names: Collection[str]) -> Iterator[WantedChunk]:
+    """Yield the chunks of a plan, in its order, for a replay into arrays ``names``."""
     for step in (step for batch in plan.batches for step in batch.steps):
         has_gaps = step.last - step.first + 1 != step.num_rows
-        yield WantedChunk(step.segment, step.row_list.arrays, step.chunk, has_gaps)
+        yield WantedChunk(step.segment, step.row_list.arrays, step.chunk, has_gaps, names)
 
 
 @contextlib.contextmanager
 def prefetching(
-    readers: Sequence[ChunkReader], chunks: Iterable[WantedChunk], names: Collection[str], workers: Workers
+    readers: Sequence[ChunkReader], chunks: Iterable[WantedChunk], workers: Workers
 ) -> Iterator[Sequence[ChunkReader]]:
     """Yield the segments for one replay of ``chunks``, their objects on their way if the store is remote.
 
@@ -116,7 +118,7 @@ def prefetching(
     """
     segments = [reader for reader in readers if isinstance(reader, SegmentReader) and reader.is_remote]
     helps = not workers.is_inline and len(segments) == len(readers)
-    wanted = fetch_requests(segments, chunks, names) if helps else []
+    wanted = fetch_requests(segments, chunks) if helps else []
     if len(wanted) < 2:
         yield readers
         return

@@ -116,7 +116,7 @@ def read_mirror(
     codes = TableCodes.allocate(
         plan.schema, plan.start, plan.stop, names=names, mirror=True, allocate=allocate, columns=plan.columns
     )
-    with prefetching(readers, chunks_of(plan), list(codes.arrays), workers) as sources:
+    with prefetching(readers, chunks_of(plan, list(codes.arrays)), workers) as sources:
         replay(sources, plan, codes, workers)
     mirrored = {name: out for name, out in outputs.items() if name in codes.arrays}
     total = finish(codes, mirrored, workers, with_digest=True)
@@ -275,7 +275,7 @@ def _replayed(
             codes = TableCodes(plan.schema, start, stop, hold(piece, start, stop), columns=piece.columns)
             is_whole = rows is not None or (start, stop) == (plan.start, plan.stop)
             chosen = piece if is_whole else clip(piece, start, stop)
-            with prefetching(readers, chunks_of(chosen), list(codes.arrays), workers) as sources:
+            with prefetching(readers, chunks_of(chosen, list(codes.arrays)), workers) as sources:
                 replay(sources, chosen, codes, workers, rows)
             yield piece, codes
 

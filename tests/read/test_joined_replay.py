@@ -24,6 +24,7 @@ from cnr_store.segment.codes import Allocate, TableCodes
 from cnr_store.serving.rows.served_table import BaseTable
 from cnr_store.serving.update.update_plan import Compare
 from cnr_store.serving.update.update_tables import ServeAs, update_tables
+from cnr_store.storage import storage_from_filesystem
 from cnr_store.types import Rectangle
 from cnr_store.write.schema_changes import Declaration
 from cnr_store.write.transaction import Transaction
@@ -223,6 +224,23 @@ def test_each_chunk_is_read_once(store: Store, monkeypatch: pytest.MonkeyPatch) 
     snapshot.load_together(outputs_of(snapshot, NAMES, with_slots=True))
     segments, widths, arrays = 3, 2, 2
     assert len(calls) == segments * widths * arrays
+
+
+def test_arrays_that_no_table_of_a_chunk_wants_are_not_fetched() -> None:
+    """A remote store was asked for those that a table of another chunk wants."""
+    fs = FaultyFileSystem(IsolatedMemoryFileSystem())
+    save(created(fs))
+    with Store.open_on(storage_from_filesystem(fs, "/root"), threads=3) as store:
+        snapshot = store.snapshot()
+        outputs = outputs_of(snapshot, NAMES, with_slots=True)
+        for name in NAMES:
+            if name.startswith("wide"):
+                del outputs[name]["slots/sum"]
+        before = len(fs.calls)
+        assert snapshot.load_together(outputs).keys() == {*NAMES}
+        slots = [call.path for call in fs.calls[before:] if "slots.sum" in call.path]
+        segments = 3
+        assert len(slots) == len({*slots}) == segments
 
 
 def test_few_tables_are_read_one_by_one(store: Store) -> None:

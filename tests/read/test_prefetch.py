@@ -190,14 +190,14 @@ def test_a_local_store_is_read_without_it(store: tuple[Store, list[Float32s]], m
     snapshot = store[0].snapshot()
     plan = snapshot.plan("t")
 
-    with prefetching(snapshot.readers, chunks_of(plan), ["codes"], snapshot.workers) as sources:
+    with prefetching(snapshot.readers, chunks_of(plan, ["codes"]), snapshot.workers) as sources:
         assert sources is snapshot.readers
 
 
 def begun(store: Store) -> tuple[list[SegmentReader], list[FetchRequest]]:
     snapshot = store.snapshot(version=versions(store)[0])
     readers = list(snapshot.readers)
-    return readers, fetch_requests(readers, chunks_of(snapshot.plan("t")), ["codes"])
+    return readers, fetch_requests(readers, chunks_of(snapshot.plan("t"), ["codes"]))
 
 
 def wait_until_idle(ahead: Prefetcher) -> None:

@@ -206,8 +206,8 @@ def test_what_is_read_ahead_names_the_slot_for_the_codes_and_for_itself(store: S
     snapshot = store.snapshot()
     plan = snapshot.plan("t")
 
-    codes_alone = fetch_requests(snapshot.readers, chunks_of(plan), ["codes"])
-    both = fetch_requests(snapshot.readers, chunks_of(plan), ["codes", "slots/momentum1"])
+    codes_alone = fetch_requests(snapshot.readers, chunks_of(plan, ["codes"]))
+    both = fetch_requests(snapshot.readers, chunks_of(plan, ["codes", "slots/momentum1"]))
 
     def times(wanted: Any) -> set[int]:
         return {one.times[0] for one in wanted if one.segment == 1 and "momentum1" in one.places[0].path}
@@ -221,7 +221,7 @@ def test_the_slot_is_fetched_before_the_codes_that_wait_for_it(store: Store) -> 
     saved(store, deltas=1)
     snapshot = store.snapshot()
 
-    wanted = fetch_requests(snapshot.readers, chunks_of(snapshot.plan("t")), ["codes", "slots/momentum1"])
+    wanted = fetch_requests(snapshot.readers, chunks_of(snapshot.plan("t"), ["codes", "slots/momentum1"]))
 
     at = {one.places[0].path: number for number, one in enumerate(wanted) if one.segment == 1}
     arrays_of = add_list(store).arrays
