@@ -21,6 +21,7 @@ from torch import nn
 from cnr_store.communication.state import CommunicationState
 from cnr_store.errors import BadInput, CnrStoreError
 from cnr_store.format.notes import checked_notes
+from cnr_store.runtime.closing import Closing
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.store import Store
 from cnr_store.training.background import SaveReport, raise_failure
@@ -71,7 +72,7 @@ def _in_turn(
     return call
 
 
-class CheckpointManager:
+class CheckpointManager(Closing):
     """Saves the training state of a model to a store and restores it in place.
 
     Call it from the thread that trains: a call of another one waits, and may save half a step. A forked process needs
@@ -430,8 +431,8 @@ class CheckpointManager:
             logger.error("the save before the last one failed, its rows are in the last one: %s", error)
         self.save()
 
-    def __enter__(self) -> CheckpointManager:
-        return self
+    def __repr__(self) -> str:
+        return f"<CheckpointManager {self._store.url}, step {self.current_step}>"
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

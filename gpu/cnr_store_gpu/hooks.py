@@ -140,9 +140,8 @@ class Following:
             if not movement.is_known:
                 warnings.warn(
                     f"table {watched.table!r}: {movement.explanation}, and every save will be a baseline. "
-                    f"Say what it does with "
-                    f"assume={{{type(optimizer).__name__!r}: Movement.TOUCHED}}, and check it with "
-                    f"verify_rows=1000",
+                    f"Say what it does with TrackingOptions(assume={{{type(optimizer).__name__!r}: 'touched'}}) (a "
+                    f"RowTracker takes Movement.TOUCHED), and check it with verify_rows=1000",
                     RuntimeWarning,
                     stacklevel=3,
                 )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import pickle
+import re
 from typing import Any
 
 import pytest
 import torch
 
 from cnr_store import BadInput, Store, TableOptions
-from cnr_store.training import CheckpointManager
+from cnr_store.training import CheckpointManager, TrackingOptions
 from tests.training.runs import Training, grouped
 
 
@@ -86,3 +89,25 @@ def test_a_writer_of_an_unknown_mirror_fences_nobody() -> None:
         store.writer(mirror="disk")  # type: ignore[arg-type]
 
     assert store.latest_version() == head
+
+
+def test_a_manager_says_what_it_is_and_is_not_pickled() -> None:
+    """A regression: pickling it failed with "cannot pickle '_thread.RLock' object"."""
+    training = Training("sgd")
+    with CheckpointManager("memory://named", model=training.model, optimizer=training.optimizers) as manager:
+        assert repr(manager) == "<CheckpointManager memory://named, step 0>"
+        with pytest.raises(TypeError, match=r"a CheckpointManager has threads .* send the URL"):
+            pickle.dumps(manager)
+
+
+def test_what_the_warning_of_an_unknown_optimizer_advises_is_taken() -> None:
+    """A regression: it advised ``Movement.TOUCHED``, which ``TrackingOptions`` refuses."""
+    training = Training()
+    with pytest.warns(RuntimeWarning, match="its step is not known here") as warned:
+        CheckpointManager("memory://unknown", model=training.model, optimizer=training.optimizers).close()
+    advised = re.search(r"TrackingOptions\(assume=(\{'(\w+)': '(\w+)'\})\)", str(warned[0].message))
+    assert advised is not None
+
+    tracking = TrackingOptions(assume=ast.literal_eval(advised[1]))
+
+    CheckpointManager("memory://known", model=training.model, optimizer=training.optimizers, tracking=tracking).close()

@@ -177,7 +177,8 @@ def read_log(
         findings.add(Problem(WrongClock.kind, view.key(view.head.record.v), (), message))
     if not listed:
         _check_absent(storage, prefix, first, findings)
-    _check_hint(storage, newest, prefix, findings)
+    else:
+        _check_hint(storage, newest, prefix, findings)
     return view
 
 
