@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,11 +59,15 @@ class ReadTogether(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _SmallTable:
-    """A table whose chain has the plainest form; ``held`` are its codes by array."""
+    """A table whose chain has the plainest form; ``held`` are the codes of the arrays ``names``.
+
+    ``digest``: what these must have, None if it is not known or not all that count are among them.
+    """
 
     name: str
     schema: TableSchema
     specs: ArraySpecs
+    names: Sequence[str]
     outputs: Mapping[str, Array]
     lists: Sequence[_PlacedList]
     digest: int | None
@@ -72,18 +76,24 @@ class _SmallTable:
     def hold(self, allocate: Allocate | None) -> int:
         """Take memory for the codes; returns how many bytes of it are neither outputs nor a mirror."""
         apart = 0
-        for name, spec in self.specs.items():
-            out = self.outputs.get(name)
+        for name in self.names:
+            spec, out = self.specs[name], self.outputs.get(name)
             if allocate is not None and spec.is_additive:
                 self.held[name] = allocate((self.schema.num_rows, spec.width), spec.mirror_dtype)
             elif out is None:
-                continue
+                self.held[name] = np.empty((self.schema.num_rows, spec.width), self._narrowest(name))
+                apart += self.held[name].nbytes
             elif spec.memory_dtype == np.int32:
                 self.held[name] = out.view(np.int32)
             else:
                 self.held[name] = np.empty(out.shape, spec.memory_dtype)
                 apart += self.held[name].nbytes
         return apart
+
+    def _narrowest(self, name: str) -> np.dtype[Any]:
+        """Return the dtype of an array's codes: int16 unless a stored array is int32."""
+        is_wide = any(own.group[name].dtype == "int32" for _, _, own in self.lists)
+        return self.specs[name].memory_dtype if is_wide else np.dtype(np.int16)
 
     def mirror(self, allocate: Allocate) -> TableCodes:
         """Return the codes as a mirror."""
@@ -132,14 +142,14 @@ def read_together(
         Outputs hold anything. A `CorruptStore` is left to those who read its table by itself.
     """
     manifests = [reader.manifest for reader in readers]
-    tables = [
-        found
-        for name, arrays in outputs.items()
-        if (found := _planned(manifests, name, arrays, with_mirror=allocate is not None)) is not None
-    ]
+    tables = []
+    for name, arrays in outputs.items():
+        specs = array_specs(manifests[-1].tables[name])
+        names = [key for key, one in specs.items() if key in arrays or (allocate is not None and one.is_additive)]
+        tables += _plain_tables(manifests, name, names, arrays)
     done: dict[str, ReadTogether] = {}
     for batch in _batches(tables, allocate) if len(tables) >= LEAST_TABLES else ():
-        for table, size in _TablesAtOnce(batch, readers, workers).read():
+        for table, _, size in _TablesAtOnce(batch, readers, workers).read():
             done[table.name] = ReadTogether(None if allocate is None else table.mirror(allocate), size)
         for table in batch:
             table.held.clear()  # memory for those of the next batch
@@ -153,30 +163,49 @@ def small_tables(readers: Sequence[SegmentReader], names: Iterable[str]) -> list
     return found if len(found) >= LEAST_TABLES else []
 
 
-def _planned(
-    manifests: Sequence[Manifest], name: str, outputs: Mapping[str, Array], *, with_mirror: bool
-) -> _SmallTable | None:
-    """Return a table whose chain, and what is wanted of it, have the plainest form. Pure."""
+@dataclass(frozen=True, slots=True, eq=False)
+class MergedTogether:
+    """All codes of a table, (rows, width) by array, as narrow as they are stored, and their state digest."""
+
+    codes: Mapping[str, Array]
+    digest: int
+
+
+def merge_together(
+    readers: Sequence[SegmentReader], names: Iterable[str], workers: Workers
+) -> dict[str, MergedTogether]:
+    """Return the codes of those of some tables whose chains can be replayed together. Blocks.
+
+    Memory beyond what is returned: as `read_together`.
+    """
+    manifests = [reader.manifest for reader in readers]
+    tables: list[_SmallTable] = []
+    for name in names:
+        tables += _plain_tables(manifests, name, [*array_specs(manifests[-1].tables[name])], {})
+    if len(tables) < LEAST_TABLES:
+        return {}
+    for table in tables:
+        table.hold(None)
+    found = _TablesAtOnce(tables, readers, workers).read()
+    return {table.name: MergedTogether(table.held, total) for table, total, _ in found}
+
+
+def _plain_tables(
+    manifests: Sequence[Manifest], name: str, names: Sequence[str], outputs: Mapping[str, Array]
+) -> list[_SmallTable]:
+    """Return a table, if its chain, and the arrays ``names`` that are wanted of it, have the plainest form. Pure."""
     schema = manifests[-1].tables[name]
     lists = _plain_lists(manifests, name, schema)
-    if lists is None:
-        return None
     specs = array_specs(schema)
-    for key, spec in specs.items():
-        out = outputs.get(key)
-        is_held = out is not None or (with_mirror and spec.is_additive)
-        if is_held and not (spec.is_integer and spec.dtype == "float32"):
-            return None
-        if out is not None and not out.flags.c_contiguous:
-            return None
-    digest = None
-    if specs["codes"].is_additive and (
-        with_mirror or all(key in outputs for key, spec in specs.items() if spec.is_additive)
-    ):
-        digest = recorded_digest(manifests[-1].parts_of.get(name, ()), whole_of(schema))
-    elif with_mirror:
-        return None
-    return _SmallTable(name, schema, specs, outputs, lists, digest)
+    if lists is None or not names or not specs["codes"].is_additive:
+        return []
+    if not all(specs[key].is_integer and specs[key].dtype == "float32" for key in names):
+        return []
+    if not all(out.flags.c_contiguous for out in outputs.values()):
+        return []
+    is_whole = all(key in names for key, spec in specs.items() if spec.is_additive)
+    digest = recorded_digest(manifests[-1].parts_of.get(name, ()), whole_of(schema)) if is_whole else None
+    return [_SmallTable(name, schema, specs, names, outputs, lists, digest)]
 
 
 def _plain_lists(manifests: Sequence[Manifest], name: str, schema: TableSchema) -> list[_PlacedList] | None:
@@ -246,8 +275,8 @@ class _TablesAtOnce:
         for name in dict.fromkeys(name for table in tables for name in table.held):
             self._arrays[name] = _HeldCodes.of(name, tables)
 
-    def read(self) -> list[tuple[_SmallTable, int]]:
-        """Replay and decode; returns the tables that were read, with their stored bytes."""
+    def read(self) -> list[tuple[_SmallTable, int, int]]:
+        """Replay and decode; returns the tables that were read, with their state digests and stored bytes."""
         chunks = self._chunks()
         wanted = (self._wanted(chunk) for own in chunks for chunk in own)
         with prefetching(self._readers, wanted, self._workers) as sources:
@@ -257,7 +286,7 @@ class _TablesAtOnce:
                 self._workers.run(partial(self._apply, sources[chunk.segment], chunk) for chunk in own)
         columns = self._sound.tolist(), self._finished(), self._bytes.tolist()
         return [
-            (table, size)
+            (table, total, size)
             for table, is_sound, total, size in zip(self._tables, *columns, strict=True)
             if is_sound and table.digest in (None, total)
         ]

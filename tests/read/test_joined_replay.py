@@ -17,10 +17,15 @@ from hypothesis import strategies as st
 from cnr_store import CorruptStore, Store, TableOptions
 from cnr_store.errors import BadInput, CorruptObject, StorageFailure
 from cnr_store.format import layout
+from cnr_store.maintenance.compaction import merge
+from cnr_store.maintenance.compaction.plan import Run
+from cnr_store.maintenance.compaction.tasks import plan_tasks
 from cnr_store.read import joined_replay
 from cnr_store.read.joined_replay import LEAST_TABLES
 from cnr_store.read.snapshot import Snapshot
+from cnr_store.runtime.threads import Throttle
 from cnr_store.segment.codes import Allocate, TableCodes
+from cnr_store.segment.writer import SegmentWriter
 from cnr_store.serving.rows.served_table import BaseTable
 from cnr_store.serving.update.update_plan import Compare
 from cnr_store.serving.update.update_tables import ServeAs, update_tables
@@ -388,3 +393,35 @@ def test_a_loader_serves_the_same_rows_from_as_many_bytes(store: Store, monkeypa
         rows = {name: one.rows.tobytes() for name, one in updates.changes.items() if isinstance(one, BaseTable)}
         found.append((rows, updates.recorded, updates.rows, updates.bytes, len(memory.live)))
     assert found[0] == found[1]
+
+
+def test_a_compaction_writes_the_same_objects(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(store)
+    with store.writer() as writer:
+        writer.restore()
+        with writer.begin(9) as txn:
+            txn.delete_rows(NAMES[2], np.array([4]))
+            far, slots = np.full((1, 3), 1e4, np.float32), {"sum": np.ones((1, 3), np.float32)}
+            txn.write_rows(NAMES[7], np.array([3]), far, slots=slots)  # codes beyond int16
+    alone: list[str] = []
+    real = merge.merge_piece
+    monkeypatch.setattr(merge, "merge_piece", lambda *given: (alone.append(given[2].table), real(*given))[1])
+    readers = store.snapshot().readers
+    plan = plan_tasks([reader.manifest for reader in readers], Run(0, len(readers), "baseline", "test"))
+    written = []
+    for least in (LEAST_TABLES, 1000):
+        monkeypatch.setattr(joined_replay, "LEAST_TABLES", least)
+        with store_in_memory() as other:
+            out = SegmentWriter(
+                other.storage, readers[0].name, writer="0", workers=store.internals.workers, throttle=Throttle(None)
+            )
+            run = 0, len(readers)
+            parts = [
+                part
+                for task in plan
+                for part in merge.merge_pieces(readers, run, task.pieces, out, store.internals.workers)
+            ]
+            receipt = out.finish(txn="0" * 32, rank=0, world=1, attempt="0" * 8, base=0, l0=0, parts=parts)
+            written.append((parts, receipt))
+        assert {*alone} == ({NAMES[2]} if least == LEAST_TABLES else {*NAMES})
+    assert written[0] == written[1]

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from cnr_store.errors import BadInput, CnrStoreError
 from cnr_store.format.layout import writer_name
 from cnr_store.format.records import ChainEntry
-from cnr_store.maintenance.compaction.merge import merge_piece
+from cnr_store.maintenance.compaction.merge import merge_pieces
 from cnr_store.maintenance.compaction.plan import Run
 from cnr_store.maintenance.compaction.tasks import CompactionTask
 from cnr_store.runtime.arguments import checked_count
@@ -118,10 +118,10 @@ class FinishedTask:
 
 
 def run_task(job: Job, task: CompactionTask, bench: Bench) -> FinishedTask:
-    """Compact a task's pieces, one at a time, and write its receipt. Blocks; memory as `merge_piece`."""
+    """Compact a task's pieces and write its receipt. Blocks; memory as `merge_pieces`."""
     out = bench.writer(job, task.index)
     run = (job.run.start, job.run.stop)
-    parts = tuple(merge_piece(bench.readers, run, piece, out, bench.workers) for piece in task.pieces)
+    parts = merge_pieces(bench.readers, run, task.pieces, out, bench.workers)
     receipt = out.finish(
         txn=job.txn, rank=task.index, world=job.world, attempt=job.attempt, base=job.base, l0=job.l0, parts=parts
     )

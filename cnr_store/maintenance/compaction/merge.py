@@ -8,26 +8,94 @@ chunks in flight on each thread, and the chunks that several chunks of the resul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from cnr_store.encodings.digest import add_digests
 from cnr_store.format.manifest import recorded_digest, started_digest
-from cnr_store.format.records import OPERATIONS, ListLine, Manifest, Operation, PartLine
+from cnr_store.format.records import OPERATIONS, ListLine, Manifest, Operation, PartLine, TableSchema
 from cnr_store.maintenance.compaction.merged_rows import MergedRows, write_merged
 from cnr_store.maintenance.compaction.statuses import replay_statuses
 from cnr_store.maintenance.compaction.tasks import MergePiece
+from cnr_store.read.joined_replay import merge_together
 from cnr_store.read.plan import TablePlan, by_columns, plan_table
 from cnr_store.runtime.threads import Workers
-from cnr_store.segment.codes import array_specs
+from cnr_store.segment.codes import Array, array_specs
+from cnr_store.segment.groups import Blocks, RowList
 from cnr_store.segment.reader import SegmentReader
+from cnr_store.segment.shards import Shard
 from cnr_store.segment.writer import SegmentWriter
+from cnr_store.write.encode import stored_shape
 
 CACHE_BYTES = 256 * 1024 * 1024
 """Limit on the cached decoded chunks: usually enough for the chunks of 16 deltas at one place of the table."""
 
 
 _BASELINE: tuple[Operation, ...] = ("set", "escape")
+
+
+TOGETHER_BYTES = 64 * 1024 * 1024
+"""About how many bytes of codes of small tables are merged at once."""
+
+
+def merge_pieces(
+    readers: Sequence[SegmentReader], run: tuple[int, int], pieces: Sequence[MergePiece], out: SegmentWriter,
+    workers: Workers,
+) -> tuple[PartLine, ...]:  # fmt: skip
+    """Write parts of what the run merges to, as `merge_piece` does each, and return them in order. Blocks.
+
+    Small tables of a baseline are merged together. Memory: as `merge_piece`, and about `TOGETHER_BYTES`.
+    """
+    start, stop = run
+    parts: list[PartLine] = []
+    for some in _at_once(pieces, readers[stop - 1].manifest.tables):
+        whole = [piece.table for piece, schema in some if Shard(piece.table, piece.rectangle).is_whole(schema)]
+        together = merge_together(readers[:stop], whole, workers) if start == 0 else {}
+        for piece, schema in some:
+            merged = together.get(piece.table)
+            if merged is None:
+                parts.append(merge_piece(readers, run, piece, out, workers))
+                continue
+            line = out.write_row_list("set", _list_of(schema, merged.codes))
+            rows, columns = piece.rectangle.rows, piece.rectangle.columns
+            parts.append(
+                PartLine(table=piece.table, rows=rows, columns=columns, set=line, state_digest=_hex(merged.digest))
+            )
+    return tuple(parts)
+
+
+def _at_once(
+    pieces: Sequence[MergePiece], schemas: Mapping[str, TableSchema]
+) -> Iterator[list[tuple[MergePiece, TableSchema]]]:
+    """Yield the pieces with their schemas, so many at once that their codes take about `TOGETHER_BYTES`."""
+    some: list[tuple[MergePiece, TableSchema]] = []
+    size = 0
+    for piece in pieces:
+        schema = schemas[piece.table]
+        some.append((piece, schema))
+        size += schema.num_rows * sum(4 * spec.width for spec in array_specs(schema).values())
+        if size >= TOGETHER_BYTES:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
+def _list_of(schema: TableSchema, codes: Mapping[str, Array]) -> RowList:
+    """Return all rows of a table as a row list."""
+    specs = array_specs(schema)
+    stored = {name: stored_shape(specs[name], array) for name, array in codes.items()}
+
+    def produce(start: int, stop: int) -> Blocks:
+        return {
+            "rows": np.arange(start, stop, dtype=np.int64),
+            **{name: array[start:stop] for name, array in stored.items()},
+        }
+
+    kinds = {name: (array.dtype, None if array.ndim == 1 else array.shape[1]) for name, array in stored.items()}
+    return RowList(schema.num_rows, {"rows": (np.dtype(np.int64), None), **kinds}, produce, is_fixed=True)
 
 
 def merge_piece(
