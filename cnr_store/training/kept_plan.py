@@ -2,7 +2,8 @@
 
 Why this module exists: to go through the names, slots and step counters of a thousand tables takes longer than to copy
 their rows, and a training hardly ever changes them. Whether they changed is found by comparing objects by identity, in
-calls that take all tables at once. What cannot be compared so is planned anew for each save. Changes nothing.
+calls that take all tables at once. What cannot be compared so is planned anew for each save. Requests for the rows of
+all tables are kept by the same rule (`OwnedTables`). Changes nothing.
 """
 
 from __future__ import annotations
@@ -326,7 +327,7 @@ class OwnedTables:
         self._views = [one.view for one in shards]
         self._strides = [one.view.stride() for one in shards]
         self._parameters = [one.parameter for one in shards if one.parameter is not None and one.memory is None]
-        self._are_whole = not any(one.rows[0] for one in shards)
+        self._begin_at_zero = not any(one.rows[0] for one in shards)
         self._tensors: _Tensors | None = None
 
     def are_in_place(self) -> bool:
@@ -351,7 +352,7 @@ class OwnedTables:
         RowRequests or None
             None where that has to be told table by table: shards begin within tables, or the rows are of others.
         """
-        if not self._are_whole or [*rows.tables] != self._names:
+        if not self._begin_at_zero or [*rows.tables] != self._names:
             return None
         if self._tensors is None or self._tensors.like is not like:
             self._tensors = self._listed(like, slots)

@@ -137,7 +137,8 @@ class RateControl:
                     )
         self._options, self._meter, self._schedule = dict(options), ScaleMeter(holdings), schedule
         self._calibrated: dict[str, float] = {}
-        self._of_options: tuple[list[str], dict[str, SlotBits | dict[str, SlotBits]]] | None = None  # as documents say
+        # `TableRates.given` and `slot_bits`, which follow from the options; None once these have changed.
+        self._of_options: tuple[list[str], dict[str, SlotBits | dict[str, SlotBits]]] | None = None
         self._first_loss: float | None = None
         self._loss: float | None = None
         self._losses = 0
