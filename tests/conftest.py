@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -66,6 +67,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(
                     pytest.mark.skip(reason=f"not on {config.getoption('--device')}: {ON_THE_CPU[item.path.name]}")
                 )
+
+
+SHARED_STARTS = {
+    "tests/training/ranks/": "ranks of TorchRec", "tests/training/torchrec/": "ranks of TorchRec",
+    "tests/training/test_partial_recovery.py": "four ranks", "tests/training/test_peers.py": "four ranks",
+    "tests/training/test_ranks_killed.py": "four ranks",
+}  # fmt: skip
+"""Files and folders whose tests start the same processes: one worker runs them, so that these are started once."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFileAndStart(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            found = (name for place, name in SHARED_STARTS.items() if nodeid.startswith(place))
+            return next(found, super()._split_scope(nodeid))
+
+    return ByFileAndStart(config, log)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -1,12 +1,14 @@
-"""The backend of the tests of saves; four ranks, which all files share: they take seconds to start."""
+"""The backend of the tests of saves; what starts ranks, which files share: that takes seconds."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
 
+from tests.support.launcher import Launcher
 from tests.training.faulty_runs import Backend
 from tests.training.four_ranks import STEPS, Calm, FourRanks, outputs
 from tests.training.ranks_program import noted
@@ -36,3 +38,13 @@ def calm(four_ranks: FourRanks, tmp_path_factory: pytest.TempPathFactory) -> Cal
     assert sum(call.startswith("create commits/") for call in calls[0]) == STEPS + 2
     assert not any(call.startswith("create") for rank in (1, 2, 3) for call in calls[rank])
     return Calm(folder, calls)
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[Launcher]:
+    """Runs the ranks of the folders ``ranks`` and ``torchrec``."""
+    modules = ["tests.support.warm_training", "tests.training.ranks.worker"]
+    if importlib.util.find_spec("torchrec") is not None:
+        modules += ["tests.training.torchrec.survivors", "tests.training.torchrec.worker"]
+    with closing(Launcher(*modules)) as started:
+        yield started

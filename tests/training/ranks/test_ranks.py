@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -62,12 +60,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * PATIENCE_S + 60)]  # the
 needs_torchrec = pytest.mark.skipif(not HAS_TORCHREC, reason="torchrec and fbgemm-gpu are not installed")
 
 Reports = dict[int, list[dict[str, str]]]
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Launcher]:
-    with closing(Launcher("tests.support.warm_training", "tests.training.ranks.worker")) as started:
-        yield started
 
 
 def run_round(stage: int, folder: Path, workers: Launcher) -> list[dict[str, str]]:

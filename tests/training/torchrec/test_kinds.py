@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -29,13 +27,6 @@ pytestmark = [
         importlib.util.find_spec("torchrec") is None, reason="torchrec and fbgemm-gpu are not installed"
     ),
 ]
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Launcher]:
-    modules = ("tests.support.warm_training", "tests.training.torchrec.survivors")
-    with closing(Launcher(*modules)) as started:
-        yield started
 
 
 def run_ranks(workers: Launcher, folder: Path, world: int, call: str) -> list[dict[str, str]]:

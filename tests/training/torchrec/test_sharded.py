@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
-from contextlib import closing
 from functools import cache
 from pathlib import Path
 
@@ -49,12 +47,6 @@ pytestmark = [
         importlib.util.find_spec("torchrec") is None, reason="torchrec and fbgemm-gpu are not installed"
     ),
 ]
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Launcher]:
-    with closing(Launcher("tests.support.warm_training", "tests.training.torchrec.worker")) as started:
-        yield started
 
 
 def run_world(world: int, folder: Path, workers: Launcher, **environment: str) -> list[dict[str, str]]:
