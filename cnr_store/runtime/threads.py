@@ -10,13 +10,12 @@ import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from cnr_store.runtime.arguments import checked_count, checked_number
 from cnr_store.runtime.closing import Closing
@@ -143,38 +142,79 @@ class Workers(Closing):
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def run(self, tasks: Iterable[Callable[[], Result]]) -> list[Result]:
-        """Run tasks, at most two per thread in flight, and return their results in order. Blocks.
+        """Run tasks, one per thread at a time, and return their results in order. Blocks.
 
-        The first error cancels tasks that have not started, waits for those that have, and is raised. A single task
-        runs on the calling thread: waking another thread costs more than a small task.
+        The first error, in the order of the tasks, stops those that have not started, waits for those that have, and is
+        raised. A single task runs on the calling thread: waking another thread costs more than a small task. Others
+        are taken by the threads from ``tasks`` as they come to them, so a batch wakes each thread once.
         """
         remaining = iter(tasks)
-        first = list(islice(remaining, 2))
+        first = list(islice(remaining, max(2, self.threads)))
         if len(first) < 2:
             return [task() for task in first]
         if self._process != os.getpid():
             self._start()
-        pending: deque[Future[Result]] = deque()
-        results: list[Result] = []
+        shared = _SharedTasks(chain(first, remaining))
+        working: list[Future[None]] = []
         try:
-            for task in chain(first, remaining):
-                if len(pending) >= 2 * self.threads:
-                    results.append(pending.popleft().result())
-                pending.append(self._pool.submit(task))
-            while pending:
-                results.append(pending.popleft().result())
+            for _ in range(min(self.threads, len(first))):
+                working.append(self._pool.submit(shared.work))
+            for future in working:
+                future.result()
         except BaseException:
-            for future in pending:
-                future.cancel()
-            for future in pending:
-                if not future.cancelled():
+            shared.stop()
+            for future in working:
+                if not future.cancel():
                     future.exception()
             raise
-        return results
+        return shared.results()
 
     def run_blocks(self, work: Callable[[int, int], Result], count: int, size: int) -> list[Result]:
         """Call ``work(start, stop)`` for each of `blocks`, and return the results in order; blocks, errors as `run`."""
         return self.run(partial(work, start, stop) for start, stop in blocks(count, size))
+
+
+class _SharedTasks(Generic[Result]):
+    """Tasks that several threads take from one iterator, and what became of each."""
+
+    def __init__(self, tasks: Iterable[Callable[[], Result]]) -> None:
+        self._tasks = iter(tasks)
+        self._lock = threading.Lock()
+        self._taken = 0
+        self._is_stopped = False
+        self._found: dict[int, Result] = {}
+        self._errors: dict[int, BaseException] = {}
+
+    def stop(self) -> None:
+        """Let nobody take another task."""
+        self._is_stopped = True
+
+    def work(self) -> None:
+        """Run one task after the other, until there are none or one has failed, here or on another thread."""
+        number = 0
+        try:
+            while True:
+                with self._lock:
+                    number = self._taken
+                    task = None if self._is_stopped else next(self._tasks, None)
+                    self._taken += 1
+                if task is None:
+                    return
+                self._found[number] = task()
+        except BaseException as error:  # noqa: BLE001 (raised by `results`)
+            self._errors[number] = error
+            self.stop()
+
+    def results(self) -> list[Result]:
+        """Return the results in the order of the tasks, or raise the first error in it."""
+        if self._errors:
+            error = self._errors[min(self._errors)]
+            self._errors.clear()  # its traceback refers to this object
+            try:
+                raise error
+            finally:
+                del error
+        return [self._found[number] for number in range(len(self._found))]
 
 
 class Inline(Workers):
