@@ -17,9 +17,11 @@ import errno
 import os
 import stat
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from cnr_store.errors import BadInput, StorageFailure, UnsafeBackend, Unsupported
@@ -63,6 +65,7 @@ class LocalStorage(Storage):
         self.root = self.url
         self.fsync = fsync
         self._secrets = Secrets()
+        self._safe = _SafeNames()
 
     def _read(self, key: str, start: int, stop: int | None) -> bytes | None:
         with self._reading(key) as fd:
@@ -203,7 +206,10 @@ class LocalStorage(Storage):
             pass  # It is not empty, or already deleted.
 
     def sync_folders(self, keys: Iterable[str]) -> None:
-        """Fsync every folder between these keys and the root, the root included, deepest first, once each."""
+        """Fsync every folder between these keys and the root, deepest first, once each.
+
+        The root is synced if a name in it may be new: one of the keys, or a folder that no earlier sync met there.
+        """
         given = [check_key(key) for key in keys]
         try:
             self._sync_above(given)
@@ -299,17 +305,33 @@ class LocalStorage(Storage):
         os.makedirs(self.root, exist_ok=True)
         if self.fsync:
             for made in missing:
-                _sync_folder(os.open(os.path.dirname(made), LISTED_FOLDER))
+                above = os.open(os.path.dirname(made), LISTED_FOLDER)
+                try:
+                    _sync_folder(above)
+                finally:
+                    os.close(above)
 
     def _sync_above(self, keys: Iterable[str]) -> None:
         """Fsync every folder between these keys and the root, deepest first; each is opened from the one above."""
-        if self.fsync:
-            tree: _Folders = {}
-            for key in keys:
-                inside = tree
-                for part in key.split("/")[:-1]:
-                    inside = inside.setdefault(part, {})
-            _sync_tree(os.open(self.root, LISTED_FOLDER), tree)
+        if not self.fsync:
+            return
+        tree: _Folders = {}
+        is_new = False
+        for key in keys:
+            inside, parts = tree, key.split("/")
+            is_new |= len(parts) == 1
+            for part in parts[:-1]:
+                inside = inside.setdefault(part, {})
+        with self._opened("", LISTED_FOLDER) as root, contextlib.ExitStack() as held:
+            found: dict[str, int] = {}
+            for name in sorted(tree):
+                found[name] = fd = open_one(root, name, LISTED_FOLDER)
+                held.callback(os.close, fd)
+                _sync_inside(fd, tree[name])
+                _sync_folder(fd)
+            if is_new or not tree or not all(self._safe.has(name, fd) for name, fd in found.items()):
+                _sync_folder(root)
+                self._safe.add(found)
 
     @contextlib.contextmanager
     def _opened(self, folder: str, flags: int = FOLDER) -> Iterator[int]:
@@ -396,27 +418,55 @@ _Folders = dict[str, "_Folders"]
 """Names of folders, and what is to be synced in each."""
 
 
-def _sync_tree(fd: int, inside: _Folders) -> None:
-    """Fsync what is named in an open folder, then the folder, and close it."""
-    try:
-        for name in sorted(inside):
-            _sync_tree(open_one(fd, name, LISTED_FOLDER), inside[name])
-    except BaseException:
-        os.close(fd)
-        raise
-    _sync_folder(fd)
+class _SafeNames:
+    """Names in a root that a sync has made durable, each with the folder that had it then.
+
+    The folders are held open, so that none that is made after one of them has gone gets its inode number.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, int] = {}
+        self._lock = threading.Lock()
+        weakref.finalize(self, _close_all, self._held)
+
+    def has(self, name: str, fd: int) -> bool:
+        """Return whether the name of an open folder is durable."""
+        with self._lock:
+            held = self._held.get(name)
+            return held is not None and os.path.samestat(os.fstat(held), os.fstat(fd))
+
+    def add(self, folders: Mapping[str, int]) -> None:
+        """Note the names of open folders, which were there before the root was synced."""
+        with self._lock:
+            for name, fd in folders.items():
+                old, self._held[name] = self._held.get(name), os.dup(fd)
+                if old is not None:
+                    os.close(old)
+
+
+def _close_all(held: dict[str, int]) -> None:
+    while held:
+        os.close(held.popitem()[1])
+
+
+def _sync_inside(fd: int, inside: _Folders) -> None:
+    """Fsync what is named in an open folder, deepest first."""
+    for name in sorted(inside):
+        below = open_one(fd, name, LISTED_FOLDER)
+        try:
+            _sync_inside(below, inside[name])
+            _sync_folder(below)
+        finally:
+            os.close(below)
 
 
 def _sync_folder(fd: int) -> None:
-    """Fsync an open folder and close it."""
     try:
         os.fsync(fd)
     except OSError as error:
         # Some network file systems cannot sync a folder, and make entries durable themselves.
         if error.errno not in _NO_FOLDER_SYNC:
             raise
-    finally:
-        os.close(fd)
 
 
 def _status(name: str, folder: int) -> os.stat_result:

@@ -56,12 +56,7 @@ def test_a_refused_create_syncs_the_folder_of_the_object_it_found(storage: Stora
 
     assert storage.create("commits/0.json", b"other") is CreateOutcome.EXISTS
 
-    assert shim.calls[2:] == [
-        ("link", "commits/0.json"),
-        ("unlink", "commits/.tmp"),
-        ("fsync", "commits"),
-        ("fsync", "."),
-    ]
+    assert shim.calls[2:] == [("link", "commits/0.json"), ("unlink", "commits/.tmp"), ("fsync", "commits")]
 
 
 def test_put_syncs_the_file_before_it_gets_its_name(storage: Storage, shim: RecordingOs) -> None:
@@ -85,6 +80,51 @@ def test_folders_are_synced_once_each_and_deepest_first(storage: Storage, shim: 
     assert shim.calls == [
         ("fsync", folder) for folder in ["data/s/r0/t", "data/s/r0", "data/s/r1", "data/s", "data", "."]
     ]
+
+
+def test_the_root_is_synced_again_only_for_what_may_be_new_in_it(storage: Storage, shim: RecordingOs) -> None:
+    def synced(*keys: str) -> list[str]:
+        for key in keys:
+            storage.put(key, b"x")
+        shim.calls.clear()
+        storage.sync_folders(keys)
+        return [path for call, path in shim.calls if call == "fsync"]
+
+    assert synced("data/s/x") == ["data/s", "data", "."]
+    assert synced("data/r/x") == ["data/r", "data"]
+    assert synced("data/s/y", "state/x") == ["data/s", "data", "state", "."]
+    assert synced("data/s/x", "top") == ["data/s", "data", "."]
+    assert synced("top") == ["."]
+    storage.delete(["state/x"])
+    assert synced("state/y") == ["state", "."], "a folder that was emptied, and made anew, is a new name"
+    assert synced("state/z", "data/s/z") == ["data/s", "data", "state"]
+
+
+def test_a_folder_that_another_process_made_anew_is_a_new_name(root: Path, shim: RecordingOs) -> None:
+    """Its inode number may be that of the one before, unless somebody still has that open."""
+    storage, other = open_storage(root), open_storage(root)
+    storage.create("state/a", b"x")
+    for _ in range(3):
+        other.delete(["state/a"])
+        other.put("state/a", b"x")
+        shim.calls.clear()
+
+        storage.sync_folders(["state/a"])
+
+        assert shim.calls == [("fsync", "state"), ("fsync", ".")]
+
+
+def test_folders_held_open_are_closed_with_their_storage(root: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    for _ in range(3):
+        storage = open_storage(root)
+        storage.put("data/x", b"x")
+        storage.put("state/x", b"x")
+        storage.sync_folders(["data/x", "state/x"])
+        storage.delete(["state/x"])
+    del storage
+
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
 def test_the_folders_above_a_new_root_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
