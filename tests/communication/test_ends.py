@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -14,10 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cnr_store.communication import ThresholdedGradients
 from tests.communication.models import Clicks
-from tests.support.launcher import PATHS, REPOSITORY
+from tests.support.launcher import Launcher, Program
 
 _RUN = "import sys; from tests.communication.test_ends import main; main(sys.argv[1])"
-_ENVIRONMENT = os.environ | {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
 
 
 def train() -> None:
@@ -40,11 +36,10 @@ def main(meeting: str) -> None:
     print(with_group, len(list(Path("/proc/self/task").iterdir())))  # noqa: T201
 
 
-def test_no_thread_of_gloo_is_left_without_the_group(tmp_path: Path) -> None:
-    run = [sys.executable, "-c", _RUN, str(tmp_path / "meeting")]  # an interpreter in which nothing was trained yet
+def test_no_thread_of_gloo_is_left_without_the_group(launcher: Launcher, tmp_path: Path) -> None:
+    (ended,) = launcher.run(Program(["-c", _RUN, str(tmp_path / "meeting")]), folder=tmp_path)
 
-    ended = subprocess.run(run, capture_output=True, text=True, check=True, cwd=REPOSITORY, env=_ENVIRONMENT)
-
+    assert ended.returncode == 0, ended.stderr
     with_group, without = map(int, ended.stdout.split())
     assert with_group > 1
     assert without == 1
