@@ -227,7 +227,7 @@ def test_long_names_take_one_line_each_and_lose_nothing(tmp_path: Path) -> None:
         assert f"\N{HORIZONTAL ELLIPSIS} is {beginning}" in lines
         assert all(name in cnr(command[0], tmp_path / "s", *command[1:]).out for name in names)
     assert "3 more: `cnr tags`" in cnr("log", tmp_path / "s").out
-    assert len(re.findall(r" \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\b", cnr("log", tmp_path / "s", columns=80).out)) == 12
+    assert len(re.findall(r" \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", cnr("log", tmp_path / "s", columns=80).out)) == 12
 
 
 def test_names_are_listed_and_given_by_step(root: Path) -> None:

@@ -11,16 +11,18 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
+from rich import box
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 from rich.text import Text
 
 from cnr_store import CnrStoreError
-from cnr_store_tools.drawing import GAP, Column, drawn, widths_within
 from cnr_store_tools.text import one_line, value_text
 
 Document = dict[str, Any]
@@ -89,7 +91,7 @@ def emit(document: Document, parts: Iterable[Part], *, as_json: bool) -> None:
     console = _Printer(width=None if is_sized else _PIPE_WIDTH, highlight=False, markup=False)
     for part in parts:
         if isinstance(part, PrintedTable):
-            _print_table(part, console)
+            console.print(_fitted(part, console))
         else:
             console.print(cell(part), soft_wrap=True)
     sys.stdout.flush()
@@ -103,53 +105,33 @@ class _Printer(Console):
         raise BrokenPipeError(errno.EPIPE, "the reader of the output has closed it")
 
 
-def _fitted(rows: PrintedTable, width: int) -> tuple[list[Column], list[str]]:
-    """Return a table's columns as they fit the width, and the lines below it.
+def _fitted(rows: PrintedTable, console: Console) -> Table:
+    """Return the table as it fits the console: what all names begin with is said once, spare columns are left out."""
+    filled = {name for name in rows.columns if any(item.get(name) not in (None, "", [], ()) for item in rows.items)}
+    columns = [name for name in rows.columns if name in filled or name not in rows.spare]
+    unbounded = console.options.update_width(10_000)
 
-    What all names begin with is said once, spare columns are left out.
-    """
-    columns = {name: _column(name, [item.get(name) for item in rows.items]) for name in rows.columns}
-    filled = {name for name in columns if any(item.get(name) not in (None, "", [], ()) for item in rows.items)}
-    columns = {name: column for name, column in columns.items() if name in filled or name not in rows.spare}
-    taken = {name: column.width + GAP for name, column in columns.items()}
+    def drawn_if_it_fits(given: PrintedTable, caption: Sequence[str]) -> tuple[Table, bool]:
+        drawn = _drawn(given, columns, caption)
+        return drawn, Measurement.get(console, unbounded, drawn).maximum <= console.width
 
-    def fits() -> bool:
-        return sum(taken.values()) - GAP <= width
-
+    drawn, fits = drawn_if_it_fits(rows, ())
+    beginning = "" if fits else _common_beginning([str(item.get("table", "")) for item in rows.items])
     caption: list[str] = []
-    beginning = "" if fits() else _common_beginning([str(item.get("table", "")) for item in rows.items])
     if beginning:
-        shortened = [f"\N{HORIZONTAL ELLIPSIS}{str(item['table'])[len(beginning) :]}" for item in rows.items]
-        columns["table"] = _column("table", shortened)
-        taken["table"] = columns["table"].width + GAP
+        items = [{**item, "table": f"\N{HORIZONTAL ELLIPSIS}{item['table'][len(beginning) :]}"} for item in rows.items]
+        rows = replace(rows, items=items)
         caption.append(f"\N{HORIZONTAL ELLIPSIS} is {beginning}")
+        drawn, fits = drawn_if_it_fits(rows, caption)
     for name in rows.spare:
-        if fits():
+        if fits:
             break
         if name in columns:
-            del columns[name], taken[name]
-    left_out = [name for name in rows.spare if name in filled and name not in columns]
-    if left_out:
-        caption.append(f"a wider terminal, or --json, also has: {', '.join(map(header, left_out))}")
-    return list(columns.values()), caption
-
-
-def _column(name: str, values: Sequence[Any]) -> Column:
-    return Column(
-        header(name), [one_line(value_text(name, value)) for value in values],
-        is_number=all(isinstance(value, int | float | None) for value in values), keeps_width=name.endswith("_ms"),
-    )  # fmt: skip
-
-
-def _print_table(rows: PrintedTable, console: Console) -> None:
-    columns, caption = _fitted(rows, console.width)
-    rule = "\N{BOX DRAWINGS LIGHT HORIZONTAL}" if console.encoding.startswith("utf") else "-"
-    lines = drawn(columns, widths_within(columns, console.width), rule)
-    console.print(cell(rows.title), style="bold", soft_wrap=True)
-    console.print(Text(next(lines)), style="bold", soft_wrap=True)
-    console.file.writelines(f"{line}\n" for line in lines)
-    for line in caption:
-        console.print(cell(line), soft_wrap=True)
+            columns.remove(name)
+            left_out = [other for other in rows.spare if other in filled and other not in columns]
+            also = f"a wider terminal, or --json, also has: {', '.join(map(header, left_out))}"
+            drawn, fits = drawn_if_it_fits(rows, [*caption, also])
+    return drawn
 
 
 def _common_beginning(names: Sequence[str]) -> str:
@@ -161,6 +143,23 @@ def _common_beginning(names: Sequence[str]) -> str:
     shared = os.path.commonprefix(names) if len(names) > 1 else ""  # noqa: RUF071 - by letters is what is wanted
     length = max(shared.rfind("."), shared.rfind("/")) + 1
     return shared[:length] if length >= MIN_SHARED else ""
+
+
+def _drawn(rows: PrintedTable, columns: Sequence[str], caption: Sequence[str]) -> Table:
+    drawn = Table(
+        title=cell(rows.title), title_justify="left", title_style="bold",
+        caption=Text("\n").join(map(cell, caption)) if caption else None, caption_justify="left",
+        header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False,
+        padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    for name in columns:
+        is_number = all(isinstance(item.get(name), int | float | None) for item in rows.items)
+        drawn.add_column(
+            header(name), justify="right" if is_number else "left", overflow="fold", no_wrap=name.endswith("_ms")
+        )
+    for item in rows.items:
+        drawn.add_row(*(cell(value_text(name, item.get(name))) for name in columns))
+    return drawn
 
 
 def header(column: str) -> str:
