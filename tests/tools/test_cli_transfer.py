@@ -414,7 +414,7 @@ def test_the_check_of_an_import_names_the_first_bad_row_of_all_windows(monkeypat
     slot[500] = np.nan
     file = TensorFile({"w": Tensor("float32", table), "s": Tensor("float32", slot)})
 
-    with pytest.raises(NonFiniteValues, match=r"row 500 of table 'w' \(and 2 more\)"):
+    with pytest.raises(NonFiniteValues, match="row 500 of table 'w' and 2 more"):
         check_planned(file, ImportPlan({"w": "w"}, {"w": {"sum": "s"}}, {}, ()), None)
     check_planned(file, ImportPlan({"w": "w"}, {"w": {"sum": "s"}}, {}, ()), TableOptions(nonfinite="escape"))
 
