@@ -23,6 +23,7 @@ from cnr_store.read.joined_replay import read_together
 from cnr_store.read.plan import TablePlan, plan_table
 from cnr_store.read.replay import ChunkReader
 from cnr_store.read.table_view import TableView
+from cnr_store.runtime.closing import ProcessBound
 from cnr_store.runtime.notebook import html_table
 from cnr_store.runtime.threads import Inline, Workers
 from cnr_store.segment.chunk_cache import ChunkCache
@@ -33,7 +34,7 @@ from cnr_store.storage import Storage
 from cnr_store.types import JsonValue, RowIds
 
 
-class Snapshot:
+class Snapshot(ProcessBound):
     """The state at one version. Opening reads one manifest per segment of the chain and nothing else.
 
     Attributes

@@ -15,6 +15,7 @@ from cnr_store.read.changed_rows import rows_since
 from cnr_store.read.plan import UNCONFIRMED_BYTES, TablePlan, check_stored
 from cnr_store.read.replay import matching
 from cnr_store.read.table_reader import read_keyed, read_mirror, read_range, read_rows
+from cnr_store.runtime.closing import ProcessBound
 from cnr_store.runtime.notebook import html_table
 from cnr_store.segment.codes import Allocate, Array, ArraySpec, TableCodes, array_specs, fill_value
 from cnr_store.segment.rows import check_row_ids
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from cnr_store.read.snapshot import Snapshot
 
 
-class TableView:
+class TableView(ProcessBound):
     """One table of a snapshot. Reads block; bfloat16 values are uint16 arrays of their bits.
 
     A table whose columns several writers held has its one-dimensional slots once per column range (`column_cuts`). Read

@@ -50,6 +50,13 @@ def test_create_syncs_the_file_before_the_link_and_the_folders_after(storage: St
     ]
 
 
+def test_folders_are_synced_deepest_first(storage: Storage, shim: RecordingOs) -> None:
+    storage.create("data/segment/array/c.0", b"chunk")
+
+    folders = [place for call, place in shim.calls if call == "fsync"][1:]
+    assert folders == ["data/segment/array", "data/segment", "data", "."]
+
+
 def test_a_refused_create_syncs_the_folder_of_the_object_it_found(storage: Storage, shim: RecordingOs) -> None:
     storage.create("commits/0.json", b"record")
     shim.calls.clear()

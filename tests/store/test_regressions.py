@@ -517,7 +517,7 @@ def test_what_belongs_to_a_process_says_so_when_it_is_pickled(store: Store, part
         parts = {"store": store, "snapshot": snapshot, "table": snapshot.table("user"), "loader": loader}
 
         for copied in (pickle.dumps, copy.deepcopy):
-            with pytest.raises(TypeError, match="cannot be pickled or copied: send the URL"):
+            with pytest.raises(TypeError, match="be pickled or copied: send the URL"):
                 copied(parts[part])
 
 
