@@ -212,7 +212,23 @@ def test_a_scale_that_rounds_most_rows_to_zero_is_warned_of(url: str, caplog: py
     life.manager.tracker.mark("weight", torch.tensor([3]))
     life.save()
     life.manager.close()
-    assert "rounds 100 % of the rows to zero" in caplog.text
+    assert "round to zero 100 % of the rows of weight, because" in caplog.text
+
+
+def test_scales_that_round_most_rows_to_zero_are_warned_of_once_for_all_tables(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A regression: a model of 300 tables got a warning for each."""
+    model = torch.nn.ModuleList(torch.nn.EmbeddingBag(64, DIM, mode="sum", sparse=True) for _ in range(7))
+    with torch.no_grad():
+        for bag in model:
+            bag.weight[3] = torch.linspace(-1e9, 1e9, DIM)
+    with CheckpointManager(str(tmp_path / "s"), model=model, optimizer=[]) as manager:
+        manager.save()
+
+    [warning] = [record for record in caplog.records if "round to zero" in record.message]
+    assert "of the rows of 6.weight" in warning.message
+    assert "and most of 2 other tables" in warning.message
 
 
 @pytest.mark.parametrize(

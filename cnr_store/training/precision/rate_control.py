@@ -450,13 +450,8 @@ class RateControl:
             reason = "first baseline" if before is None else "written anew" if planned is None else planned.reason
             choice = transaction.scale_choices.get(table)
             changes[table] = ScaleChange(old, step, reason, choice)
-            if choice is not None and choice.zeroed > _MOST_ZEROED:
-                logger.warning(
-                    "table %s: the scale %.6g rounds %.0f %% of the rows to zero, because others are very much larger; "
-                    "find out whether these diverged, or give the table max_error= or TableOptions.exact()",
-                    table, step, 100 * choice.zeroed,
-                )  # fmt: skip
             logger.info("table %s: scale %s%.6g (%s)", table, f"{old:.6g} to " if old else "", step, reason)
+        _warn_of_zeroed({table: one.choice.zeroed for table, one in changes.items() if one.choice is not None})
         self._bits |= self._staged
         self._halved = self._halved_after()
         self._first_loss = self._staged_first
@@ -474,6 +469,18 @@ class RateControl:
 
     def _width_anew(self, table: str) -> AffineBits:
         return asked_bits(self._widened(table))
+
+
+def _warn_of_zeroed(shares: Mapping[str, float]) -> None:
+    """Warn, once for all tables, of scales that round too large a share of their table's rows to zero."""
+    most = sorted((table for table, share in shares.items() if share > _MOST_ZEROED), key=shares.__getitem__)[::-1]
+    if most:
+        worst = ", ".join(f"{100 * shares[table]:.0f} % of the rows of {table}" for table in most[:5])
+        others = f" and most of {len(most) - 5} other tables" if len(most) > 5 else ""
+        logger.warning(
+            "scales round to zero %s%s, because other rows are very much larger; find out whether these "
+            "diverged, or give such tables max_error= or TableOptions.exact()", worst, others,
+        )  # fmt: skip
 
 
 def _effect_of(planned: Refinement) -> str:
