@@ -215,9 +215,7 @@ def test_a_scale_that_rounds_most_rows_to_zero_is_warned_of(url: str, caplog: py
     assert "round to zero 100 % of the rows of weight, because" in caplog.text
 
 
-def test_scales_that_round_most_rows_to_zero_are_warned_of_once_for_all_tables(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_many_such_scales_are_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A regression: a model of 300 tables got a warning for each."""
     model = torch.nn.ModuleList(torch.nn.EmbeddingBag(64, DIM, mode="sum", sparse=True) for _ in range(7))
     with torch.no_grad():
