@@ -138,7 +138,7 @@ def are_counters(values: Sequence[Any]) -> bool:
     return kinds == {(values[0].dtype, torch.strided, True, 0)}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Places:
     """Entries of shards or parameters: names, the keys of each, and the position of each entry of all."""
 
@@ -146,8 +146,8 @@ class Places:
     keys: Sequence[Sequence[str]]
     positions: Sequence[int]
     _starts: dict[str, tuple[int, Sequence[str]]] = field(default_factory=dict)
-    _is_one_each: list[bool] = field(default_factory=list)
-    _are_counters: list[bool] = field(default_factory=list)
+    _is_one_each: bool | None = None
+    _are_counters: bool | None = None
 
     @classmethod
     def of(cls, found: Mapping[str, Mapping[str, int]]) -> Places:
@@ -163,15 +163,15 @@ class Places:
 
     def is_one_each(self) -> bool:
         """Whether each name has one entry, all under one key; told once."""
-        if not self._is_one_each:
-            self._is_one_each.append(len({*map(tuple, self.keys)}) == 1 and len(self.keys[0]) == 1)
-        return self._is_one_each[0]
+        if self._is_one_each is None:
+            self._is_one_each = len({*map(tuple, self.keys)}) == 1 and len(self.keys[0]) == 1
+        return self._is_one_each
 
     def are_counters(self, values: Sequence[Any]) -> bool:
         """Return `are_counters` of the entries; told once."""
-        if not self._are_counters:
-            self._are_counters.append(are_counters(values))
-        return self._are_counters[0]
+        if self._are_counters is None:
+            self._are_counters = are_counters(values)
+        return self._are_counters
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -32,12 +32,10 @@ from cnr_store.write.encode import stored_shape
 CACHE_BYTES = 256 * 1024 * 1024
 """Limit on the cached decoded chunks: usually enough for the chunks of 16 deltas at one place of the table."""
 
-
-_BASELINE: tuple[Operation, ...] = ("set", "escape")
-
-
 TOGETHER_BYTES = 64 * 1024 * 1024
 """About how many bytes of codes of small tables are merged at once."""
+
+_BASELINE: tuple[Operation, ...] = ("set", "escape")
 
 
 def merge_pieces(
