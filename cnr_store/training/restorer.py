@@ -52,7 +52,7 @@ from cnr_store.training.schedule import TrainingPosition
 from cnr_store.training.survivor import Recovery, SharedState, Survivor, plan_recovery, share_live_state
 from cnr_store.training.tensors import Array
 from cnr_store.training.training_writer import TakeOver
-from cnr_store.types import RowIds, SlotsRule
+from cnr_store.types import Lattice, RowIds, SlotsRule
 from cnr_store.write.policy import CheckpointSize
 from cnr_store.write.writer import Writer
 
@@ -318,6 +318,12 @@ class Restorer:
         chain.lineage.restored(read.sizes, read.changed, training.holdings.by_name)
         chain.whole_next = {name for name in training.tables if plan.renamed.get(name) != name}
         chain.whole_next |= chain.growing.restored(plan, training.holdings, self.policy.policy, training.tracker)
+        if planned.trainer is None:  # weights that were imported: which bits their scales are for is not recorded
+            kept = training.tables - chain.whole_next
+            lattices = {name for name in kept if isinstance(snapshot.tables[name].encoding, Lattice)}
+            chain.whole_next |= lattices
+            if lattices:
+                logger.info("version %d was not saved by a training; the next save is a baseline", snapshot.version)
         self.position.restored(step, read.reader_state)
         self.saver.schedule.mark(step, time.monotonic())
         logger.info("restored step %d from version %d of %s", snapshot.step, snapshot.version, self.store.url)
