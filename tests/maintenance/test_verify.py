@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ from cnr_store.format.documents import pack, unpack
 from cnr_store.format.layout import RECEIPT, segment_key
 from cnr_store.format.records import Manifest, PartEntry, Receipt
 from cnr_store.maintenance.compaction import compact_run
+from cnr_store.maintenance.verify.log import list_positions
 from format_spec import vectors
 from format_spec.vectors import find
 from tests.support.documents import document_of
@@ -107,6 +109,18 @@ def test_missing_object_is_named(root: Path) -> None:
     silent = {key for key, problems in found.items() if key not in problems}
     assert silent == {NEWEST, "hint/latest.json"}
     assert "hint/latest.json" in found[NEWEST]
+
+
+def test_save_beside_a_check_leaves_no_problem_of_the_hint(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*arguments: Any) -> list[int]:
+        found = list_positions(*arguments)
+        with Store.open(str(root)) as writing:
+            writing.tag("meanwhile")
+        return found
+
+    monkeypatch.setattr("cnr_store.maintenance.verify.log.list_positions", slow)
+
+    assert problems_by_path(root) == {}
 
 
 def test_problem_lists_the_versions_it_hurts(root: Path) -> None:
