@@ -164,12 +164,13 @@ def _load(pipe: Connection, url: str, arguments: dict[str, Any]) -> None:
     try:
         loader = Loader(url, **arguments)
     except Exception as error:  # noqa: BLE001  the parent raises it
-        pipe.send((error, None))
+        with suppress(OSError):  # unless it has ended
+            pipe.send((error, None))
         return
     with loader:
         loader.start()
-        pipe.send((None, None))
         with suppress(EOFError, OSError):
+            pipe.send((None, None))
             while True:
                 name, given = pipe.recv()
                 failure: Exception | None = None

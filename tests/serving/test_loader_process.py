@@ -33,6 +33,20 @@ if __name__ == "__main__":
     time.sleep(float(sys.argv[3]))
 """
 
+DIES_AS_ITS_CHILD_LOADS = """
+import os, signal, sys
+from cnr_store.serving import LoaderOptions, LoaderProcess
+
+def warm_up(candidate):
+    os.kill(os.getppid(), signal.SIGKILL)
+    while os.getppid() == int(os.environ["PARENT"]):
+        pass
+
+if __name__ == "__main__":
+    os.environ["PARENT"] = str(os.getpid())
+    LoaderProcess(sys.argv[1], shared=sys.argv[2], options=LoaderOptions(warm_up=warm_up))
+"""
+
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[None]:
@@ -152,6 +166,19 @@ def test_the_child_of_a_killed_program_ends(store: Store, tmp_path: Path) -> Non
         return True
 
     until(is_free)
+
+
+def test_the_child_of_a_program_that_is_killed_early_says_nothing(store: Store, tmp_path: Path) -> None:
+    program, shared = tmp_path / "program.py", tmp_path / "m"
+    program.write_text(DIES_AS_ITS_CHILD_LOADS)
+
+    done = subprocess.run(
+        [sys.executable, str(program), store.url, str(shared)], stderr=subprocess.PIPE, text=True, check=False
+    )  # ends when the child has closed its standard error too
+
+    assert done.returncode == -signal.SIGKILL
+    assert done.stderr == ""
+    Loader(store.url, shared=shared).close()
 
 
 def test_a_program_that_closes_nothing_frees_the_memory(store: Store, tmp_path: Path) -> None:

@@ -176,10 +176,14 @@ def test_a_cause_is_named_once() -> None:
     cause = ConnectionRefusedError("nobody listens")
     storage = errors.StorageFailure("a read failed (ConnectionRefusedError)")
     missing = errors.MissingDependency("install x")
+    torn, path = errors.CorruptRecord("record 7: expected ':'"), errors.BadInput("cannot write p: No such file")
     storage.__cause__, missing.__cause__ = cause, ModuleNotFoundError("No module named 'x'")
+    torn.__cause__, path.__cause__ = ValueError("expected ':'"), FileNotFoundError(2, "No such file", "p")
 
     assert full_message(storage) == "a read failed (ConnectionRefusedError): nobody listens"
     assert full_message(missing) == "install x"
+    assert full_message(torn) == "record 7: expected ':'"
+    assert full_message(path) == "cannot write p: No such file"
 
 
 def test_a_missing_package_is_named_with_what_installs_it(run_code: RunCode, root: Path) -> None:

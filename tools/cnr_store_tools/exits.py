@@ -145,8 +145,11 @@ def need(module: str) -> None:
 
 
 def full_message(error: CnrStoreError) -> str:
-    """Return the message with what it lacks of the cause: its class, and its text unless a package is missing."""
+    """Return the message with what it lacks of the cause: its class and its text, unless it has the text."""
     if error.__cause__ is None or isinstance(error, MissingDependency):
+        return error.message
+    told = getattr(error.__cause__, "strerror", None) or one_line(str(error.__cause__)).strip()
+    if told and told in error.message:
         return error.message
     cause = cause_text(error.__cause__)
     name = type(error.__cause__).__name__
