@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from cnr_store.errors import CorruptObject, MissingObject, StorageFailure
 from cnr_store.storage import Storage, fill_inside, object_digest, open_storage
+from cnr_store.storage import local as local_module
 from cnr_store.storage.copies import ObjectCopies
+from tests.support.recording_os import RecordingOs
 
 PIECES = [b"abc", memoryview(b"defgh"), b"", memoryview(b"ij")]
 KEY, DATA = "data/s/x/c.0", b"abcdefghij"
@@ -75,3 +80,64 @@ def test_a_local_read_into_memory_refuses_what_is_no_file(tmp_path: Path) -> Non
     assert storage.read_into("data", 0, [memoryview(bytearray(1))]) is None
     with pytest.raises(StorageFailure, match="symbolic link"):
         storage.read_into("data/link", 0, [memoryview(bytearray(1))])
+
+
+@pytest.fixture
+def uncached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordingOs:
+    """A system whose calls are noted, and in which all objects are large and are written 4,096 bytes at a time."""
+    shim = RecordingOs(tmp_path)
+    monkeypatch.setattr(local_module, "_UNCACHED_BYTES", 1)
+    monkeypatch.setattr(local_module, "_WINDOW_BYTES", 4096)
+    monkeypatch.setattr(local_module, "os", shim)
+    return shim
+
+
+@pytest.mark.parametrize("sizes", [[9000], [4096, 4096], [4095, 4, 0, 1, 5000], [3] * 2500], ids=str)
+@pytest.mark.parametrize("refusal", [None, errno.EOPNOTSUPP, errno.EINVAL])
+def test_a_large_object_is_the_same_beyond_the_page_cache(
+    tmp_path: Path, uncached: RecordingOs, sizes: Sequence[int], refusal: int | None
+) -> None:
+    if refusal is not None:
+        uncached.fail["pwritev"] = OSError(refusal, "this file system cannot")
+    pieces = [bytes([1 + at % 251]) * size for at, size in enumerate(sizes)]
+
+    open_storage(tmp_path).put(KEY, pieces)
+
+    assert (tmp_path / KEY).read_bytes() == b"".join(pieces)
+    names = [name for name, path in uncached.calls if path.endswith(".tmp")]
+    assert names[0] == "pwritev"
+    assert names[-1] == "fsync"
+    assert ("write" in names) >= (refusal is not None)
+
+
+def test_writes_that_are_cut_short_go_on_where_they_ended(
+    tmp_path: Path, uncached: RecordingOs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def some(fd: int, window: Sequence[memoryview], at: int, _: int) -> int:
+        return os.pwrite(fd, b"".join(window)[:1000], at)
+
+    monkeypatch.setattr(uncached, "pwritev", some, raising=False)
+    pieces = [bytes([1 + at]) * 700 for at in range(20)]
+
+    open_storage(tmp_path).put(KEY, pieces)
+
+    assert (tmp_path / KEY).read_bytes() == b"".join(pieces)
+
+
+def test_a_large_write_that_fails_leaves_nothing(tmp_path: Path, uncached: RecordingOs) -> None:
+    uncached.fail["pwritev"] = OSError(errno.EIO, "broken")
+
+    with pytest.raises(StorageFailure):
+        open_storage(tmp_path).put(KEY, DATA)
+
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_small_objects_and_stores_without_fsync_stay_in_the_page_cache(
+    tmp_path: Path, uncached: RecordingOs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_storage(tmp_path, fsync=False).put(KEY, DATA)
+    monkeypatch.setattr(local_module, "_UNCACHED_BYTES", len(DATA) + 1)
+    open_storage(tmp_path).put(KEY, DATA)
+
+    assert "pwritev" not in {name for name, _ in uncached.calls}

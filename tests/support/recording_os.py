@@ -11,7 +11,7 @@ from typing import Any
 class RecordingOs:
     """Notes calls as (name, path below ``root``) in ``calls``, and fails those named in ``fail``."""
 
-    NOTED = ("open", "write", "fsync", "link", "replace", "rename", "unlink", "mkdir")
+    NOTED = ("open", "write", "pwritev", "fsync", "link", "replace", "rename", "unlink", "mkdir")
 
     def __init__(self, root: Path) -> None:
         self.calls: list[tuple[str, str]] = []
