@@ -390,24 +390,29 @@ def digits_case(folder):
 
 
 def row_order_case(folder):
-    """Codes of add rows in the order of the slot, in two chunks; a compaction of deltas keeps it."""
+    """Codes of add rows in the order of the slot, and codes and a slot in that of classes."""
     golden, random, scale = Golden(folder), np.random.default_rng(16), 0.25
     values = random.normal(0, 3, (40, 4)).astype(np.float32)
     slots = random.uniform(0.5, 1, 40).astype(np.float32)
+    sums = random.uniform(0.5, 1, (40, 4)).astype(np.float32)
 
     def expected():
-        return {"t": {"values": lattice(values, scale), "momentum1": rounded(slots, 4)}}
+        coded = lattice(values, scale)
+        return {"t": {"values": coded, "momentum1": rounded(slots, 4)}, "u": {"values": coded, "sum": rounded(sums, 4)}}
 
     with mock.patch.object(groups, "LEAST_CODES", 1):
         with golden.writer.begin(step=0) as txn:
             txn.write_table("t", values, slots={"momentum1": slots}, options=TableOptions(scale=scale))
+            txn.write_table("u", values, slots={"sum": sums}, options=TableOptions(scale=scale))
         for step in (1, 2):
             rows = np.flatnonzero(random.random(40) < 0.8)
             grown = random.uniform(0, 2, len(rows)).astype(np.float32)
             values[rows] += random.normal(0, 1, (len(rows), 4)).astype(np.float32) * grown[:, None]
             slots[rows] += np.square(grown)
+            sums[rows] += np.square(random.normal(0, 1, (len(rows), 4)).astype(np.float32) * grown[:, None])
             with golden.writer.begin(step=step) as txn:
                 txn.write_rows("t", rows, values[rows], slots={"momentum1": slots[rows]})
+                txn.write_rows("u", rows, values[rows], slots={"sum": sums[rows]})
                 version = txn.commit()
             golden.expect(version, expected())
     golden.close()

@@ -107,6 +107,20 @@ def add_block(acc, codes, left_shift):  # type: ignore[no-untyped-def]
 
 
 @_compiled
+def add_log_sizes(block, logs, sums):  # type: ignore[no-untyped-def]
+    """``sums[i] += sum over j of logs[|block[i, j]|]``; larger values count as the last of ``logs``.
+
+    ``block`` is int16 or int32 (n, d), ``logs`` float32, ``sums`` float32 (n,).
+    """
+    last = np.int64(len(logs) - 1)
+    for i in range(block.shape[0]):
+        total = np.float32(0)
+        for j in range(block.shape[1]):
+            total += logs[min(abs(np.int64(block[i, j])), last)]
+        sums[i] += total
+
+
+@_compiled
 def _first_places(keys):  # type: ignore[no-untyped-def]
     """Return where a stable sort by ``keys`` (n,) puts the first row of each value, and the smallest value."""
     low = high = np.int64(0)

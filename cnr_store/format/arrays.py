@@ -5,10 +5,10 @@ decoded into memory that the caller sized by the *manifest*: a compressed stream
 chunk is refused before anything is allocated, and nothing is copied on an event loop
 (`format_spec/decisions/0002`). They write plain Zarr with core codecs only: tests read it with other libraries.
 
-A chunk of integers is planes of digits under zstd, and their bases at the end (spec, section 4.2). zstd is used for its
-Huffman coder. Codes repeat by chance only, and a match costs more bytes than it saves, so the writer sets the match
-search to its minimum. Each block of a frame has its own Huffman table: a block has at most 64 KiB, of one plane. Any
-zstd decoder reads the result.
+A chunk of integers is planes of digits under zstd, with their middle and bases at the end (spec, section 4.2). zstd is
+used for its Huffman coder. Codes repeat by chance only, and a match costs more bytes than it saves, so the writer sets
+the match search to its minimum. Each block of a frame has its own Huffman table: a block has at most 64 KiB, of one
+plane. Any zstd decoder reads the result.
 """
 
 from __future__ import annotations
@@ -43,8 +43,14 @@ _PARAMETERS = zstandard.ZstdCompressionParameters(
     compression_level=ZSTD_LEVEL, window_log=16, hash_log=6, chain_log=6, search_log=1, min_match=7, target_length=0,
     strategy=zstandard.STRATEGY_FAST,
 )  # fmt: skip
-_SLACK_BYTES = 8
+_SLACK_BYTES = 7
 """Each plane ends with a whole byte, so the planes of a few values can be a few bytes larger than the values."""
+
+_END_BYTES = 1 + digits.MOST_DIGITS
+"""At the end of a chunk: the middle of its integers, and the bases of their digits."""
+
+_SIDES_RUN = 128
+"""Values of each run of the sample that shows whether values lie on both sides of 0."""
 
 _FIRST_RUNS, _FIRST_RUN = 8, 1024
 _SECOND_RUNS, _SECOND_RUN = 4, 16_384
@@ -52,6 +58,9 @@ _SECOND_RUNS, _SECOND_RUN = 4, 16_384
 
 _CLOSE = 1.02
 """Bases that cost more times the least in the first round are out (`format_spec/decisions/0049`)."""
+
+_ORDERED_BLOCKS, _LEAST_BLOCK = 4, 16_384
+"""Blocks of each plane of an array that lies in an order, at least, if each has so many bytes."""
 
 _UNPACKED_TO_STORED = 100
 """Unpacking this many bytes costs as much as storing one more byte."""
@@ -260,7 +269,8 @@ def encode_chunk(entry: ArrayEntry, block: npt.NDArray[Any]) -> bytes:
         padded[: block.shape[0]] = block
         block = padded
     flat = np.ascontiguousarray(block).reshape(-1)
-    payload: Any = flat.view(np.uint8).data if entry.codec == "bytes" else encode_digits(flat)
+    is_ordered = entry.order is not msgspec.UNSET
+    payload: Any = flat.view(np.uint8).data if entry.codec == "bytes" else encode_digits(flat, is_ordered=is_ordered)
     checked: Any = flat.view(np.uint8) if entry.codec == "bytes" else payload
     return b"".join((payload, google_crc32c.value(checked).to_bytes(CRC_BYTES, "little")))
 
@@ -320,7 +330,7 @@ def _payload(data: bytes | memoryview, where: str) -> memoryview:
 
 def digit_chunk_bytes(count: int, itemsize: int) -> int:
     """Return the bytes of a chunk of ``count`` integers before zstd; independent of the bases."""
-    return count * itemsize + _SLACK_BYTES + digits.MOST_DIGITS
+    return count * itemsize + _SLACK_BYTES + _END_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,12 +338,12 @@ class DigitChunk:
     """A decompressed chunk: ``count`` values, any range of which can be unpacked."""
 
     planes: Bytes
-    bases: digits.Bases
+    packing: digits.Packing
     count: int
 
     def unpack(self, start: int, out: npt.NDArray[Any]) -> None:
         """Write values [start, start + n) to ``out`` (n,)."""
-        digits.unpack(self.planes, self.bases, self.count, start, out)
+        digits.unpack(self.planes, self.packing, self.count, start, out)
 
 
 class _Compressor(threading.local):
@@ -348,13 +358,18 @@ class _Compressor(threading.local):
             self._memory = np.empty(size, np.uint8)
         return self._memory[:size]
 
-    def compress(self, chunk: Bytes, planes: Sequence[int]) -> bytes:
-        """Return the zstd frame of a chunk that begins with planes of the given sizes in bytes."""
+    def compress(self, chunk: Bytes, planes: Sequence[int], *, is_ordered: bool = False) -> bytes:
+        """Return the zstd frame of a chunk that begins with planes of the given sizes in bytes.
+
+        ``is_ordered``: what is alike stands together, so smaller blocks pay for their Huffman tables.
+        """
         stream = self._zstd.compressobj(size=chunk.size)
         pieces, start = [], 0
         for size in planes:
-            pieces.append(stream.compress(chunk[start : start + size].data))
-            pieces.append(stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK))
+            block = max(-(-size // _ORDERED_BLOCKS), _LEAST_BLOCK) if is_ordered else size
+            for at in range(0, size, max(block, 1)):
+                pieces.append(stream.compress(chunk[start + at : start + min(at + block, size)].data))
+                pieces.append(stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK))
             start += size
         pieces += [stream.compress(chunk[start:].data), stream.flush()]
         return b"".join(pieces)
@@ -363,37 +378,47 @@ class _Compressor(threading.local):
 _COMPRESSOR = _Compressor()
 
 
-def encode_digits(values: npt.NDArray[Any]) -> bytes:
-    """Return the zstd frame of a chunk of int16, int32 or int64 values (n,), contiguous.
+def encode_digits(values: npt.NDArray[Any], *, is_ordered: bool = False) -> bytes:
+    """Return the zstd frame of a chunk of int16, int32 or int64 values (n,), contiguous; ``is_ordered``: in an order.
 
     Memory: `digit_chunk_bytes` per thread, kept. Releases the GIL.
     """
-    bases = choose_bases(values)
+    packing = choose_packing(values)
+    bases, middle = packing
     chunk = _COMPRESSOR.take(digit_chunk_bytes(values.size, values.itemsize))
-    used = digits.pack(values, bases, chunk)
+    used = digits.pack(values, packing, chunk)
     chunk[used:] = 0
+    chunk[chunk.size - _END_BYTES] = middle % 256
     chunk[chunk.size - digits.MOST_DIGITS :] = 1
     if bases:
         chunk[chunk.size - len(bases) :] = np.array(bases, np.int64).astype(np.uint8)
-    return _COMPRESSOR.compress(chunk, digits.plane_bytes(bases, values.size))
+    return _COMPRESSOR.compress(chunk, digits.plane_bytes(bases, values.size), is_ordered=is_ordered)
 
 
-def choose_bases(values: npt.NDArray[Any]) -> digits.Bases:
-    """Return the bases for which a sample of the values has the lowest cost (`_cost`), in two rounds. Pure."""
+def choose_packing(values: npt.NDArray[Any]) -> digits.Packing:
+    """Return the packing for which a sample of the values has the lowest cost (`_cost`), in two rounds. Pure."""
     if values.size == 0:
-        return ()
-    found = digits.choices(int(values.min()), int(values.max()), values.dtype)
+        return digits.Packing(())
+    found = digits.choices(int(values.min()), int(values.max()), values.dtype, _begin_of(values))
     if len(found) > 1 and values.size > 2 * _FIRST_RUNS * _FIRST_RUN:
         # Together: with a Huffman table for each short run the tables would count for more than they do in a chunk.
         sample = np.concatenate(_runs(values, _FIRST_RUNS, _FIRST_RUN))
-        costs = [_cost(sample, bases) for bases in found]
-        found = [bases for bases, cost in zip(found, costs, strict=True) if cost <= _CLOSE * min(costs)]
+        costs = [_cost(sample, packing) for packing in found]
+        found = [packing for packing, cost in zip(found, costs, strict=True) if cost <= _CLOSE * min(costs)]
     if len(found) == 1:
         return found[0]
     # By themselves, as each block of a chunk is compressed: rows are in the order of a slot, so the range of their
     # codes changes along the chunk. One Huffman table for all of them would overestimate the cost of low digits.
     runs = _runs(values, _SECOND_RUNS, _SECOND_RUN)
-    return min(found, key=lambda bases: sum(_cost(run, bases) for run in runs))
+    return min(found, key=lambda packing: sum(_cost(run, packing) for run in runs))
+
+
+def _begin_of(values: npt.NDArray[Any]) -> int | None:
+    """Return where the lowest digit should begin: at the low end of values that nearly all lie above 0; else None."""
+    sample = np.sort(np.concatenate(_runs(values, _FIRST_RUNS, _SIDES_RUN)))
+    rare = sample.size // 100
+    low, high = int(sample[rare]), int(sample[-1 - rare])
+    return low if -high < 4 * low and -128 <= low <= digits.LARGEST_BEGIN else None
 
 
 def _runs(values: npt.NDArray[Any], count: int, length: int) -> list[npt.NDArray[Any]]:
@@ -404,9 +429,9 @@ def _runs(values: npt.NDArray[Any], count: int, length: int) -> list[npt.NDArray
     return [values[start : start + length] for start in starts]
 
 
-def _cost(run: npt.NDArray[Any], bases: digits.Bases) -> float:
-    planes = _COMPRESSOR.take(digit_chunk_bytes(run.size, run.itemsize))
-    used = digits.pack(run, bases, planes)
+def _cost(run: npt.NDArray[Any], packing: digits.Packing) -> float:
+    planes, bases = _COMPRESSOR.take(digit_chunk_bytes(run.size, run.itemsize)), packing.bases
+    used = digits.pack(run, packing, planes)
     stored = len(_COMPRESSOR.compress(planes[:used], digits.plane_bytes(bases, run.size)))
     is_divided = any(base & (base - 1) for base in bases)
     return _UNPACKED_TO_STORED * stored * (_DIVIDED if is_divided else 1.0) + used
@@ -434,10 +459,11 @@ def decode_digits(frame: memoryview, count: int, itemsize: int, where: str, memo
     except (RuntimeError, ValueError) as error:
         raise CorruptObject(f"{where} is no zstd frame: {error}", path=where) from error
     bases = tuple(int(base) or digits.LARGEST_BASE for base in chunk[size - digits.MOST_DIGITS :] if base != 1)
-    if sum(digits.plane_bytes(bases, count)) > size - digits.MOST_DIGITS:
+    if sum(digits.plane_bytes(bases, count)) > size - _END_BYTES:
         raise CorruptObject(
             f"{where} has digits of bases {bases}, which need more bytes than its {count} elements have; run "
             "`cnr verify`",
             path=where, found=bases,
         )  # fmt: skip
-    return DigitChunk(chunk, bases, count)
+    middle = int(chunk[size - _END_BYTES].view(np.int8))
+    return DigitChunk(chunk, digits.Packing(bases, middle), count)

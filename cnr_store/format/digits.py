@@ -1,8 +1,9 @@
 """Integers as planes of digits: digits that compress well are stored apart from those that do not.
 
-``value = sum of (digit_i - base_i // 2) * (product of the bases below i)``, modulo the width of the integer. Each digit
-has its own plane, the highest digit first. A byte holds as many digits as fit (`per_byte`). Byte i of a plane of m
-bytes has the digits of the values i, i + m, i + 2 m and so on, so packing and unpacking are loops over whole arrays.
+``value = middle + sum of (digit_i - base_i // 2) * (product of the bases below i)``, modulo the width of the integer.
+Each digit has its own plane, the highest digit first. A byte holds as many digits as fit (`per_byte`). Byte i of a
+plane of m bytes has the digits of the values i, i + m, i + 2 m and so on, so packing and unpacking are loops over whole
+arrays.
 
 Codes are nearly uniform over a few neighbouring values, so the low digit does not compress. The digits above it fit
 one byte, the symbol of a Huffman coder (`format_spec/decisions/0021`). Pure, no I/O.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +26,21 @@ Bytes = npt.NDArray[np.uint8]
 Bases = tuple[int, ...]
 """The base of each digit, the highest first: 2 to 256. Empty: every value is 0."""
 
+
+class Packing(NamedTuple):
+    """How integers are packed: the bases, and the integer that the digits are counted from, an int8."""
+
+    bases: Bases
+    middle: int = 0
+
+
 LARGEST_BASE = 256
 MOST_DIGITS = 8
 _LOWEST = (256, 16, 5, 3)
 """Bases that a writer tries for the lowest digit."""
+
+LARGEST_BEGIN = 119
+"""The middle of a digit of base 16 that begins there is the largest int8."""
 
 _RECIPROCAL_BITS = 32
 
@@ -61,18 +73,20 @@ def reach(bases: Sequence[int]) -> tuple[int, int]:
     return low, high
 
 
-def choices(low: int, high: int, dtype: np.dtype[Any]) -> list[Bases]:
-    """Return the bases that a writer compares for values from ``low`` to ``high`` (inclusive) of a dtype. Pure.
+def choices(low: int, high: int, dtype: np.dtype[Any], begin: int | None = None) -> list[Packing]:
+    """Return what a writer compares for values from ``low`` to ``high`` (inclusive) of a dtype. Pure.
 
     One for each lowest base, with as few digits above it as the values need, and no more bytes than the dtype.
+    ``begin``: where the lowest digit begins, -128 to `LARGEST_BEGIN`; None: it has 0 in its middle.
     """
-    if low == high == 0:
-        return [()]
-    found: list[Bases] = []
+    if low == high and -128 <= low < 128:
+        return [Packing((), low)]
+    found: list[Packing] = []
     for lowest in _LOWEST if dtype.itemsize <= 2 else (256, 16):
-        bases = _shortest(lowest, low, high, dtype)
+        middle = 0 if begin is None else min(begin + lowest // 2, 127)
+        bases = _shortest(lowest, low - middle, high - middle, dtype)
         if len(bases) <= MOST_DIGITS and sum(plane_bytes(bases, 240)) <= 240 * dtype.itemsize:
-            found.append(bases)
+            found.append(Packing(bases, middle))
     return found
 
 
@@ -96,15 +110,16 @@ def _shortest(lowest: int, low: int, high: int, dtype: np.dtype[Any]) -> Bases:
     raise AssertionError("unreachable: the last ones hold every integer")
 
 
-def pack(values: Integers, bases: Bases, out: Bytes) -> int:
+def pack(values: Integers, packing: Packing, out: Bytes) -> int:
     """Write the planes of ``values`` to the start of ``out``, and return their size in bytes.
 
     Parameters
     ----------
     values
-        (n,) int16, int32 or int64, contiguous; inside `reach`, unless the bases hold every value of the dtype.
-    bases
-        Powers of two. For int16 any base: there the division by a reciprocal is exact.
+        (n,) int16, int32 or int64, contiguous; minus the middle inside `reach`, unless the bases hold every value of
+        the dtype.
+    packing
+        Its bases are powers of two. For int16 any base: there the division by a reciprocal is exact.
     out
         uint8, at least the sum of `plane_bytes`.
 
@@ -113,16 +128,17 @@ def pack(values: Integers, bases: Bases, out: Bytes) -> int:
     Blocks while it computes; releases the GIL.
     """
     start = 0
-    for divisions, size in zip(_divisions(bases), plane_bytes(bases, values.size), strict=True):
+    for divisions, size in zip(_divisions(packing), plane_bytes(packing.bases, values.size), strict=True):
         digit_kernels.pack_plane(values, *divisions, out[start : start + size])
         start += size
     return start
 
 
 @lru_cache(maxsize=256)
-def _divisions(bases: Bases) -> tuple[tuple[Any, ...], ...]:
+def _divisions(packing: Packing) -> tuple[tuple[Any, ...], ...]:
     """Return for each digit what `digit_kernels.pack_plane` divides by: between ``values`` and ``out``."""
-    weights, weight, offset = [], 1, 0
+    bases, middle = packing
+    weights, weight, offset = [], 1, -middle
     for base in reversed(bases):
         weights.append(weight)
         offset += base // 2 * weight
@@ -134,14 +150,17 @@ def _divisions(bases: Bases) -> tuple[tuple[Any, ...], ...]:
     )
 
 
-def unpack(planes: Bytes, bases: Bases, count: int, start: int, out: Integers) -> None:
+def unpack(planes: Bytes, packing: Packing, count: int, start: int, out: Integers) -> None:
     """Write values [start, start + n) of ``count`` packed values to ``out`` (n,).
 
     ``planes`` has at least the sum of `plane_bytes`. Values are modulo the width of ``out``. Blocks while it computes;
     releases the GIL.
     """
+    bases, middle = packing
     per = np.array([per_byte(base) for base in bases], np.int64)
     digit_kernels.unpack_planes(planes, np.array(bases, np.int64), per, count, start, out)
+    if middle:
+        out += out.dtype.type(middle)
 
 
 def _reciprocal(divisor: int) -> tuple[np.uint64, np.uint64]:

@@ -317,18 +317,21 @@ def _size_problems(array: ArrayEntry, most_bytes: int) -> Iterator[str]:
 
 
 def _order_problems(manifest: Manifest) -> Iterator[str]:
-    """Only codes of an ``add`` list have an order: that of an int16 vector beside them.
+    """Only integers of an ``add`` list, not the row ids, have an order: that of an int16 vector beside them.
 
     A reader finds that vector by its path, and gives it to a kernel without checks of bounds.
     """
     by_path = {array.path: array for array in manifest.arrays}
-    codes = {arrays["codes"].path for arrays in _groups_of(manifest, "add") if "codes" in arrays}
+    ordered = {
+        one.path for own in _groups_of(manifest, "add") for one in own.values()
+        if one.codec == "digits" and len(one.shape) == 2
+    }  # fmt: skip
     for array in (*manifest.arrays, *manifest.dense_arrays):
         if array.order is msgspec.UNSET:
             continue
         keys = by_path.get(array.order)
         is_key = keys is not None and (keys.dtype, len(keys.shape), keys.order) == ("int16", 1, msgspec.UNSET)
-        if array.path not in codes or not is_key:
+        if array.path not in ordered or not is_key:
             yield f"the rows of array {array.path} lie in the order of {array.order!r}"
 
 

@@ -23,7 +23,7 @@ class SegmentSizes:
     rows
         Row ids of all row lists.
     codes
-        Weights: integer codes, packed codes, floats of ``raw`` tables, values of escape rows.
+        Weights: integer codes, packed codes, floats of ``raw`` tables, values of escape rows; and classes of rows.
     scales
         ``scale`` and ``zero_point`` of affine rows.
     slots

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ def fetch_requests(readers: Sequence[SegmentReader], chunks: Iterable[WantedChun
     """Return the requests by which a replay of ``chunks`` gets them, in its order. No I/O.
 
     Without those that it may leave out: row ids of chunks whose rows have no gap, and chunks that are decoded already.
-    The slot in whose order codes are stored is read for them, and again for itself.
+    The array in whose order others are stored is read for each of them, and again for itself.
     """
     arrays_of_codes = ("codes", "values", "scale", "zero_point")
     seen: set[tuple[int, str, int]] = set()
@@ -83,10 +83,10 @@ def fetch_requests(readers: Sequence[SegmentReader], chunks: Iterable[WantedChun
             for name, entry in entries.items()
             if name in chosen and (has_gaps or name != "rows") and not reader.is_cached(entry, number)
         }
-        orders = {entry.order for entry in asked.values()}
-        # Asked for before the codes that lie in its order.
+        orders = Counter(entry.order for entry in asked.values())
+        # Asked for before those that lie in its order.
         for name, entry in sorted(entries.items(), key=lambda item: item[1].path not in orders):
-            times = (name in asked) + (entry.path in orders)
+            times = (name in asked) + orders[entry.path]
             place = reader.place_of(entry, number)
             key = segment, place.path
             # A chunk in which the table has two lists is decoded once.

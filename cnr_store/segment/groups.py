@@ -3,11 +3,11 @@
 Cost belongs to the bytes that changed: a delta of a few rows in each of a thousand tables puts as many objects as one
 of a table (`format_spec/decisions/0022`).
 
-Codes may be stored in the order of a slot: rows that moved alike lie together, and the entropy coder sees it. A slot
-such as Adagrad's accumulator grows by about what its row moved, so its difference, which every delta stores, shows how
-large the row's differences are. Codes in its order are several percent smaller, and no order need be stored
-(`format_spec/decisions/0016`). Row ids and slots stay ascending by row id. The order is that of a stable counting sort
-of int16 keys. Nothing is put here.
+Differences may be stored in the order of another array: rows that moved alike lie together, and the entropy coder sees
+it. A slot such as row-wise Adagrad's accumulator grows by about what its row moved, so its difference, which every
+delta stores, shows how large the row's differences are (`format_spec/decisions/0016`). Where every slot has a value per
+element, a class of each row is stored for it, two bits a row (`format_spec/decisions/0056`). Row ids and arrays of one
+value per row stay ascending by row id. The order is that of a stable counting sort of int16 keys. Nothing is put here.
 """
 
 from __future__ import annotations
@@ -31,6 +31,15 @@ from cnr_store.segment.codes import Array, ArraySpec
 Blocks = dict[str, npt.NDArray[Any]]
 """Array name (``rows``, ``codes``, ``slots/momentum1`` ...) to the block of one chunk."""
 
+CLASSES = "classes"
+"""The array with the class of each row, where that gives the order."""
+
+_LOGS = np.log2(1 + np.arange(256, dtype=np.float64)).astype(np.float32)
+"""log2(1 + n) by n."""
+
+_CLASS_OF_QUARTER = np.array([0, 1, 3, 2], np.int16)
+"""The class of each quarter of the rows, from the smallest differences to the largest."""
+
 LEAST_CODES = 1 << 16
 """Arrays with fewer codes stay as they are: there is little to gain from an order, and one more object to read."""
 
@@ -49,7 +58,7 @@ class RowList:
         Positions [start, stop) of the list to a block of each array: C-contiguous, owned by the caller until the
         chunk is encoded.
     order
-        The array in whose order each chunk of ``codes`` may be stored (`order_of`); None for that of the row ids.
+        The array in whose order each chunk of differences may be stored (`order_of`); None for that of the row ids.
     is_fixed
         Whether nobody writes into the memory of the blocks before the segment is put: small lists need no copy.
     """
@@ -104,15 +113,26 @@ class GroupShape:
             )
             for name, dtype, width in self.widths
         }
-        if self.order is not None and rows * entries["codes"].shape[1] >= LEAST_CODES:
-            entries["codes"] = msgspec.structs.replace(entries["codes"], order=entries[self.order].path)
-        return entries
+        if self.order is None or rows * entries["codes"].shape[1] < LEAST_CODES:
+            return entries
+        if self.order == CLASSES:
+            path = array_path(path, CLASSES)
+            entries[CLASSES] = arrays.describe(path, (rows,), np.dtype(np.int16), chunk_rows)
+        by = entries[self.order].path
+        return {
+            name: msgspec.structs.replace(one, order=by) if one.codec == "digits" and len(one.shape) == 2 else one
+            for name, one in entries.items()
+        }
 
     def stored(self, produced: Blocks, entries: Mapping[str, ArrayEntry]) -> Blocks:
-        """Return the blocks of a chunk with its codes in their order."""
+        """Return the blocks of a chunk as they are stored: in their order, with the classes that give it."""
         if self.order is None or entries["codes"].order is msgspec.UNSET:
             return produced
-        return {**produced, "codes": into_order(produced["codes"], produced[self.order])}
+        ordered = [name for name, one in entries.items() if one.order is not msgspec.UNSET]
+        if self.order == CLASSES:
+            produced = {**produced, CLASSES: classes_of([produced[name] for name in ordered])}
+        keys = produced[self.order]
+        return {**produced, **{name: into_order(produced[name], keys) for name in ordered}}
 
 
 @lru_cache(maxsize=1 << 10)
@@ -203,18 +223,41 @@ class SharedGroup:
 
 
 def order_of(operation: str, specs: Mapping[str, ArraySpec], dtypes: Mapping[str, np.dtype[Any]]) -> str | None:
-    """Return the name of the array in whose order the codes of a row list may be stored, or None. Pure.
+    """Return the name of the array in whose order the differences of a row list may be stored, or None. Pure.
 
-    The first one-dimensional slot whose differences fit int16, for differences of codes. ``dtypes`` are those that the
-    list is stored in.
+    The first one-dimensional slot whose differences fit int16; without one, classes of the rows, if a slot has
+    differences for each element. ``dtypes`` are those that the list is stored in.
     """
     codes = specs.get("codes")
     if operation != "add" or codes is None or not codes.is_additive:
         return None
     if codes.width < 2:
         return None
-    slots = (name for name, spec in specs.items() if name != "codes" and spec.is_vector and spec.is_additive)
-    return next((name for name in slots if dtypes[name] == np.int16), None)
+    slots = [(name, spec.is_vector) for name, spec in specs.items() if name != "codes" and spec.is_additive]
+    found = next((name for name, is_vector in slots if is_vector and dtypes[name] == np.int16), None)
+    return CLASSES if found is None and not all(is_vector for _, is_vector in slots) else found
+
+
+def classes_of(blocks: Sequence[Array]) -> Array:
+    """Return the class of each row by the size of its differences: int16 (n,). Pure.
+
+    The size is the sum of log2 of 1 + the absolute difference, over each array in units of its mean, so that all count
+    alike. Classes are quarters of the rows, the largest before the second largest: digits of the first and the second
+    half of a chunk share bytes, and a Huffman code wastes least where no byte has small digits alone.
+
+    Parameters
+    ----------
+    blocks
+        int16 or int32 (n, width) each.
+    """
+    sizes = np.zeros(len(blocks[0]), np.float32)
+    for block in blocks:
+        sums = np.zeros(len(block), np.float32)
+        row_kernels.add_log_sizes(block, _LOGS, sums)
+        sizes += sums / np.float32(max(sums.mean(dtype=np.float64), 1e-9))
+    places = [len(sizes) * quarter // 4 for quarter in range(1, 4)]
+    bounds = np.partition(sizes, places)[places]
+    return _CLASS_OF_QUARTER[np.searchsorted(bounds, sizes, side="right")]
 
 
 def into_order(block: Array, keys: Array) -> Array:

@@ -12,16 +12,16 @@ CARRIER = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 EXACT_BITS = {"float32": 23, "float16": 10, "bfloat16": 7}
 
 
-def unpack(data, count, dtype):  # [4.2] CNR-SEG-6: planes of digits, the top one first
+def unpack(data, count, dtype):  # [4.2] CNR-SEG-6: planes of digits, the top one first; middle, bases
     chunk, values, start = np.frombuffer(data, np.uint8), np.zeros(count, dtype), 0
     for base in (int(byte) or 256 for byte in chunk[-8:] if byte != 1):
         per_byte = int(math.log(256, base) + 1e-9)
         stop = start + -(-count // per_byte)
-        need(stop <= len(chunk) - 8, "corrupt_object", "digits that have no room")
+        need(stop <= len(chunk) - 9, "corrupt_object", "digits that have no room")
         digits = np.arange(256) // base ** np.arange(per_byte)[:, None] % base - base // 2  # of each byte
         values = values * dtype.type(base) + digits.astype(dtype)[:, chunk[start:stop]].reshape(-1)[:count]
         start = stop
-    return values
+    return values + chunk[-9:-8].view(np.int8).astype(dtype)
 
 
 def is_integer(encoding):

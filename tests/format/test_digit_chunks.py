@@ -112,13 +112,32 @@ def test_bases_fit_chunks_whose_codes_widen_along_them(widest: int) -> None:
     values = np.rint(random.laplace(size=widths.size) * widths).astype(np.int16)
 
     found = digits.choices(int(values.min()), int(values.max()), values.dtype)
-    sizes = {bases: frame_bytes(values, bases) for bases in found}
+    sizes = {packing: frame_bytes(values, packing) for packing in found}
 
     assert len(found) > 1
-    assert frame_bytes(values, arrays.choose_bases(values)) <= 1.006 * min(sizes.values())
+    assert frame_bytes(values, arrays.choose_packing(values)) <= 1.006 * min(sizes.values())
 
 
-def frame_bytes(values: npt.NDArray[Any], bases: digits.Bases) -> int:
+def frame_bytes(values: npt.NDArray[Any], packing: digits.Packing) -> int:
     chunk = np.zeros(arrays.digit_chunk_bytes(values.size, values.itemsize), np.uint8)
-    digits.pack(values, bases, chunk)
-    return len(arrays._COMPRESSOR.compress(chunk, digits.plane_bytes(bases, values.size)))
+    digits.pack(values, packing, chunk)
+    return len(arrays._COMPRESSOR.compress(chunk, digits.plane_bytes(packing.bases, values.size)))
+
+
+def test_values_above_zero_take_a_tenth_less_than_with_digits_around_zero() -> None:
+    """As sums of squares grow; a symmetric low digit has no use for its lower half, and its upper one is too short."""
+    random = np.random.default_rng(5)
+    values = np.floor(random.exponential(random.choice([0.3, 6.0], COUNT, p=[0.8, 0.2]))).astype(np.int16) - np.int16(1)
+
+    around_zero = digits.choices(int(values.min()), int(values.max()), values.dtype)
+
+    assert arrays.choose_packing(values).middle > 0
+    assert len(arrays.encode_digits(values)) < 0.9 * min(frame_bytes(values, packing) for packing in around_zero)
+    assert np.array_equal(decoded(arrays.encode_digits(values), COUNT, "int16"), values)
+
+
+@pytest.mark.parametrize("value", [-129, -128, 1, 127, 128])
+def test_a_chunk_of_one_value_comes_back(value: int) -> None:
+    values = np.full(1000, value, np.int16)
+
+    assert np.array_equal(decoded(arrays.encode_digits(values), 1000, "int16"), values)

@@ -1,4 +1,4 @@
-"""Codes of a delta in the order of a slot: which lists have it, what it saves, and that everything reads them."""
+"""Differences in the order of a slot or of classes: which lists have it, what it saves, and that all reads them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cnr_store.maintenance.compaction import compact_run
 from cnr_store.read.prefetch import chunks_of, fetch_requests
 from cnr_store.segment.codes import array_specs
 from cnr_store.segment.decoded import Scratch
-from cnr_store.segment.groups import LEAST_CODES, GroupShape, into_order, order_of, out_of_order
+from cnr_store.segment.groups import CLASSES, LEAST_CODES, GroupShape, classes_of, into_order, order_of, out_of_order
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.types import Float32s, Lattice, Rectangle
 from format_spec.reader.compare import compare
@@ -77,11 +77,16 @@ def test_differences_follow_the_first_slot_of_one_value_per_row() -> None:
     assert chosen(schema(first={}, second={}), first=np.dtype(np.int32)) == "slots/second"
 
 
+def test_differences_follow_classes_where_slots_have_a_value_per_element() -> None:
+    assert chosen(schema(average={"kind": "element"})) == CLASSES
+    assert chosen(schema(average={"kind": "element"}, first={}), first=np.dtype(np.int32)) == CLASSES
+    assert chosen(schema(average={"kind": "element"}), operation="set") is None
+
+
 def test_other_lists_stay_in_the_order_of_their_ids() -> None:
     table = schema(momentum1={})
 
     assert chosen(schema()) is None
-    assert chosen(schema(average={"kind": "element"})) is None
     assert chosen(schema(momentum1={"mirror": False})) is None
     assert chosen(table, operation="set") is None
     assert chosen(table, operation="delete") is None
@@ -97,22 +102,44 @@ def test_arrays_of_few_codes_stay_in_the_order_of_their_ids(rows: int, has_order
     assert (arrays_of["codes"].order == "r.add-0.slots.momentum1") == has_order
 
 
+def test_classes_are_quarters_of_the_rows_by_the_size_of_their_differences() -> None:
+    random = np.random.default_rng(2)
+    order = random.permutation(400)
+    large = np.arange(400)[order][:, None]
+    blocks = [
+        random.integers(-1, 2, (400, 8)).astype(np.int16) * large.astype(np.int16),
+        random.integers(20, 30, (400, 8), np.int32) * large.astype(np.int32),
+    ]
+
+    classes = classes_of(blocks)
+
+    assert classes.dtype == np.int16
+    by_size = classes[np.argsort(order)]
+    assert [np.bincount(by_size[k * 100 + 10 : k * 100 + 90], minlength=4).argmax() for k in range(4)] == [0, 1, 3, 2]
+    assert np.bincount(classes).tolist() == [100] * 4
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_few_rows_and_rows_that_are_alike_have_classes_too(rows: int) -> None:
+    assert classes_of([np.zeros((rows, 4), np.int16)]).shape == (rows,)
+
+
 # A store of them.
 
 
 class Table:
     """Rows that drift as far as their slot grows, and what a store holds of them."""
 
-    def __init__(self, seed: int = 0, num_rows: int = ROWS) -> None:
+    def __init__(self, seed: int = 0, num_rows: int = ROWS, *, by_element: bool = False) -> None:
         self.random = np.random.default_rng(seed)
         self.values = self.random.normal(0, 3, (num_rows, DIM)).astype(np.float32)
-        self.slots = self.random.uniform(0.5, 1, num_rows).astype(np.float32)
+        self.slots = self.random.uniform(0.5, 1, (num_rows, DIM) if by_element else num_rows).astype(np.float32)
 
     def step(self) -> npt.NDArray[np.int64]:
         rows = np.flatnonzero(self.random.random(len(self.slots)) < 0.9).astype(np.int64)
         grown = self.random.uniform(0.05, 2, len(rows)).astype(np.float32)
         self.values[rows] += self.random.normal(0, 0.5, (len(rows), DIM)).astype(np.float32) * grown[:, None]
-        self.slots[rows] += np.square(grown)
+        self.slots[rows] += np.square(grown) if self.slots.ndim == 1 else np.square(grown)[:, None]
         return rows
 
     @property
@@ -128,9 +155,9 @@ def save(writer: Any, table: Table, rows: npt.NDArray[np.int64] | None = None) -
             txn.write_rows("t", rows, table.values[rows], slots={"momentum1": table.slots[rows]})
 
 
-def saved(store: Store, deltas: int = 0) -> Table:
+def saved(store: Store, deltas: int = 0, *, by_element: bool = False) -> Table:
     """A table after its baseline and so many deltas."""
-    table = Table()
+    table = Table(by_element=by_element)
     with store.writer() as writer:
         save(writer, table)
         for _ in range(deltas):
@@ -151,15 +178,14 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
         yield store
 
 
-def test_a_delta_in_order_reads_as_ever(store: Store) -> None:
-    table = Table()
-    with store.writer() as writer:
-        save(writer, table)
-        for _ in range(2):
-            save(writer, table, table.step())
+@pytest.mark.parametrize("by_element", [False, True])
+def test_a_delta_in_order_reads_as_ever(by_element: bool, store: Store) -> None:
+    table = saved(store, deltas=2, by_element=by_element)
 
-    codes = add_list(store).arrays["codes"]
-    assert codes.order == add_list(store).arrays["slots/momentum1"].path
+    own = add_list(store).arrays
+    codes = own["codes"]
+    assert codes.order == own[CLASSES if by_element else "slots/momentum1"].path
+    assert own["slots/momentum1"].order == (codes.order if by_element else msgspec.UNSET)
     assert arrays.chunk_count(codes) == 3
     view = store.snapshot().table("t")
     assert same_bits(view.read(), table.stored)
@@ -171,9 +197,12 @@ def test_a_delta_in_order_reads_as_ever(store: Store) -> None:
     assert compare(Path(store.url)) > 0
 
 
-def test_codes_in_order_are_smaller(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("by_element", "most"), [(False, 0.95), (True, 0.97)])
+def test_codes_in_order_are_smaller(
+    by_element: bool, most: float, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("cnr_store.format.arrays.CHUNK_BYTES", 1 << 20)
-    table = Table(num_rows=50_000)
+    table = Table(num_rows=50_000, by_element=by_element)
     with store.writer() as writer:
         save(writer, table)
         save(writer, table, table.step())
@@ -182,11 +211,14 @@ def test_codes_in_order_are_smaller(store: Store, monkeypatch: pytest.MonkeyPatc
     plain = msgspec.structs.replace(codes, order=msgspec.UNSET)
     chunks = range(arrays.chunk_count(codes))
     by_id = sum(len(arrays.encode_chunk(plain, reader.read_chunk(codes, k, Scratch()))) for k in chunks)
-    assert sum(reader.chunk_bytes(codes, k) for k in chunks) < 0.95 * by_id
+    classes = add_list(store).arrays.get(CLASSES)
+    beside = 0 if classes is None else sum(reader.chunk_bytes(classes, k) for k in chunks)
+    assert sum(reader.chunk_bytes(codes, k) for k in chunks) + beside < most * by_id
 
 
-def test_the_row_order_survives_a_restore_and_a_compaction_of_deltas(store: Store) -> None:
-    table = saved(store, deltas=1)
+@pytest.mark.parametrize("by_element", [False, True])
+def test_the_row_order_survives_a_restore_and_a_compaction_of_deltas(by_element: bool, store: Store) -> None:
+    table = saved(store, deltas=1, by_element=by_element)
     for _ in range(3):
         with store.writer() as writer:
             writer.restore()
@@ -214,6 +246,16 @@ def test_what_is_read_ahead_names_the_slot_for_the_codes_and_for_itself(store: S
 
     assert (times(codes_alone), times(both)) == ({1}, {2})
     assert len([one for one in codes_alone if "momentum1" in one.places[0].path]) == 3
+
+
+def test_classes_are_read_ahead_for_each_array_that_lies_in_their_order(store: Store) -> None:
+    saved(store, deltas=1, by_element=True)
+    snapshot = store.snapshot()
+    plan = snapshot.plan("t")
+
+    for names in (["codes"], ["codes", "slots/momentum1"]):
+        wanted = fetch_requests(snapshot.readers, chunks_of(plan, names))
+        assert {one.times[0] for one in wanted if one.segment == 1 and CLASSES in one.places[0].path} == {len(names)}
 
 
 def test_the_slot_is_fetched_before_the_codes_that_wait_for_it(store: Store) -> None:
@@ -289,9 +331,10 @@ def test_the_slot_that_gives_the_order_may_be_damaged_and_is_named(store: Store)
     assert [problem.path for problem in problems] == [path]
 
 
+@pytest.mark.parametrize("by_element", [False, True])
 @pytest.mark.parametrize("way", [{}, {"kept_as": "codes"}, {"served": "float16"}], ids=str)
-def test_a_loader_follows_deltas_in_order(store: Store, way: dict[str, Any]) -> None:
-    table, every = Table(), np.arange(ROWS)
+def test_a_loader_follows_deltas_in_order(store: Store, way: dict[str, Any], by_element: bool) -> None:
+    table, every = Table(by_element=by_element), np.arange(ROWS)
     with store.writer() as writer:
         save(writer, table)
         with opened_loader(store.url, threads=2, **way) as loader:

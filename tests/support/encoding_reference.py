@@ -133,9 +133,9 @@ def digest(codes: Integers, rows: npt.NDArray[np.int64], multipliers: npt.NDArra
     return total & _MASK
 
 
-def digit_planes(values: Integers, bases: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+def digit_planes(values: Integers, bases: tuple[int, ...], middle: int = 0) -> npt.NDArray[np.uint8]:
     """Return the planes of the digits of ``values`` (n,), joined, the highest digit first."""
-    rest = [int(value) for value in values]
+    rest = [int(value) - middle for value in values]
     planes = []
     for base in reversed(bases):
         shifted = [value + base // 2 for value in rest]
