@@ -4,6 +4,9 @@ Why this module exists: no single place knows which rows a step changes. Forward
 forward does not show, the optimizer changes further rows, and the version of a weight shows whether other code wrote.
 The hooks that collect this are here; the tracker decides when rows are taken.
 
+Where a step will read the gradient, that names the rows, and forward only counts the lookup: a save must not come
+between the two. Elsewhere forward marks them.
+
 A hook on a lookup is traced by ``torch.compile``: it calls operators and changes nothing in Python. Hooks on steps
 run outside compiled code. No hook waits for a device.
 """
@@ -15,11 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import is_grad_enabled, nn
+from torch.compiler import is_compiling
 
 from cnr_store.errors import BadInput
 from cnr_store_gpu import operators
-from cnr_store_gpu.optimizer_tables import SteppedTables
+from cnr_store_gpu.optimizer_tables import Gradients, SteppedTables
 from cnr_store_gpu.optimizers import (
     MOVING_HYPERPARAMETERS,
     Movement,
@@ -30,7 +34,7 @@ from cnr_store_gpu.optimizers import (
 )
 from cnr_store_gpu.row_union import Cumulative
 from cnr_store_gpu.tables import Lookup, gradient_mask, rows_with_gradient
-from cnr_store_gpu.tracked_table import LookupLedger, TrackedTable, stamp_of
+from cnr_store_gpu.tracked_table import NOTED, LookupLedger, TrackedTable, restamp, stamp_of, written
 from cnr_store_gpu.words import NO_ROW, words_full
 
 OnBypass = Literal["warn", "raise"]
@@ -57,8 +61,59 @@ class LookupHook:
         return _make_no_hook, ()
 
 
+class _ForwardHook(LookupHook):
+    """The hook on the forward of a module without ``max_norm``: one frame where a step will name the rows.
+
+    Parameters
+    ----------
+    looked_up
+        ``Following.looked_up``.
+    """
+
+    def __init__(
+        self, watched: TrackedTable, module: Lookup, ledger: LookupLedger, looked_up: Callable[..., None]
+    ) -> None:
+        super().__init__(looked_up)
+        self._watched, self._module, self._place = watched, module, watched.place
+        self._noted = None if ledger.keeps_ids else ledger.noted
+        self._on_host = watched.bitmap.is_on_host
+
+    def __call__(self, called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Mark what is looked up, or count the lookup where that is enough."""
+        if called is not self._module:
+            return
+        watched = self._watched
+        weight = called._parameters.get("weight")  # the attribute is found a microsecond later
+        if weight is None or weight is not watched.weight:
+            raise replaced(watched)
+        if not (called.training and weight.requires_grad and is_grad_enabled()):
+            # Learning without training mode is usually an evaluation without no_grad. Should a gradient come of it,
+            # the step reads the rows from there.
+            return
+        # Where a step will read it, a gradient names its rows, and forward need only be counted. A GPU that replays a
+        # captured graph may have no step that a hook sees: there forward marks what a dense gradient would name.
+        marks = not (watched.is_stepped and (self._on_host or called.sparse))
+        if not marks and not is_compiling():  # what follows must not be traced
+            noted = self._noted
+            if noted is not None and len(noted) < NOTED:
+                noted.append(self._place)
+                return
+        # The padding row gets no gradient. Forward itself refuses ids outside the table.
+        skip_row = NO_ROW if called.padding_idx is None else called.padding_idx
+        self._call(watched, args[0] if args else kwargs["input"], learns=True, skip_row=skip_row, marks=marks)
+
+
 def no_hook(*_: object) -> None:
     """Do nothing: the hook of a module that was unpickled, which no tracker follows."""
+
+
+def replaced(watched: TrackedTable) -> BadInput:
+    """Return the error for a table whose module has other weights."""
+    return BadInput(
+        f"table {watched.table!r}: its module got another parameter after the tracker was "
+        f"attached; detach this tracker, and attach a new one",
+        table=watched.table,
+    )
 
 
 def _make_no_hook() -> Callable[..., None]:
@@ -105,12 +160,8 @@ class Following:
     def attach_lookup(self, watched: TrackedTable, module: Lookup) -> None:
         """Mark what the module looks up."""
         if module.max_norm is None:
-
-            def on_lookup(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                if called is module:
-                    self._on_lookup(watched, module, args, kwargs)
-
-            self._handles.append(module.register_forward_pre_hook(LookupHook(on_lookup), with_kwargs=True))
+            hook = _ForwardHook(watched, module, self._ledger, self.looked_up)
+            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             return
 
         # It asks for the version of the weights, which compiled code does not have: here the graph breaks.
@@ -180,27 +231,12 @@ class Following:
 
     # ---- lookups
 
-    def _on_lookup(self, watched: TrackedTable, module: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        weight = module._parameters.get("weight")  # the attribute is found a microsecond later
-        if weight is None or weight is not watched.weight:
-            raise self._replaced(watched)
-        if not (module.training and weight.requires_grad and torch.is_grad_enabled()):
-            # Learning without training mode is usually an evaluation without no_grad. Should a gradient come of it,
-            # the step reads the rows from there.
-            return
-        ids = args[0] if args else kwargs["input"]
-        # A sparse gradient names its rows, so where a step will read it forward need only be counted.
-        marks = not (module.sparse and watched.is_stepped)
-        # The padding row gets no gradient. Forward itself refuses ids outside the table.
-        skip_row = NO_ROW if module.padding_idx is None else module.padding_idx
-        self.looked_up(watched, ids, learns=True, skip_row=skip_row, marks=marks)
-
     def _on_rewriting_lookup(
         self, watched: TrackedTable, module: Lookup, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """``max_norm`` rewrites the rows in every forward, even in evaluation, and the padding row too."""
         if module.weight is not watched.weight:
-            raise self._replaced(watched)
+            raise replaced(watched)
         self.check_bypass(watched)
         watched.marked = True
         learns = torch.is_grad_enabled() and module.weight.requires_grad and module.training
@@ -223,33 +259,27 @@ class Following:
             counts, key = self._ledger.counts, self._ledger.key
             operators.note_lookup(counts, ids, None, [watched.place], skip_row, key, is_traced)
 
-    def _replaced(self, watched: TrackedTable) -> BadInput:
-        return BadInput(
-            f"table {watched.table!r}: its module got another parameter after the tracker was "
-            f"attached; detach this tracker, and attach a new one",
-            table=watched.table,
-        )
-
     # ---- steps
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         stepped = self._stepped[id(optimizer)]
         stepped.refresh()
         has_closure = _has_closure(args, kwargs)
-        gradients = []
+        for watched in written(stepped.tables):
+            self.check_bypass(watched)
+        gradients: Gradients = []
         for group, tables in stepped.groups:
             key = _hyperparameters(group)
             for watched in tables:
                 weight = watched.weight
                 assert weight is not None
-                if stamp_of(weight) != watched.stamp:
-                    self.check_bypass(watched)
+                gradient = weight.grad
+                if gradient is not None:
+                    gradients.append((watched, gradient))
                 if watched.optimizer is not optimizer:
                     watched.optimizer, watched.is_stepped, watched.group_key = optimizer, True, ()
                     self._ledger.follow(watched.place, is_followed=True)
-                gradient = weight.grad
-                watched.stepped = gradient is not None or has_closure
-                if not watched.stepped:
+                if gradient is None and not has_closure:
                     continue
                 movement = watched.movement
                 if key != watched.group_key or movement is None:
@@ -257,24 +287,26 @@ class Following:
                     watched.group_key = key
                 if movement is not watched.followed:
                     self.follow_movement(watched, movement)
-                if gradient is not None:
-                    gradients.append((watched, gradient))
         self._mark_gradients(stepped, gradients)
+        stepped.moving = stepped.tables if has_closure else [watched for watched, _ in gradients]
+        if has_closure:  # which may be called several times, with other gradients than the last
+            for watched in stepped.tables:
+                watched.is_stepped = False
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         stepped = self._stepped[id(optimizer)]
         if not stepped.groups:
             return
-        tables = stepped.tables
         if _has_closure(args, kwargs):  # their gradients came to be inside the step
-            found = [(one, one.weight.grad) for one in tables if one.weight is not None]
+            found = [(one, one.weight.grad) for one in stepped.tables if one.weight is not None]
             self._mark_gradients(stepped, [(one, gradient) for one, gradient in found if gradient is not None])
-        for watched in tables:
-            # A step leaves weights without a gradient alone; one that does not will be found by their stamp.
-            if watched.stepped:
-                watched.restamp()
+            for watched in stepped.tables:
+                watched.is_stepped = True
+        # A step leaves weights without a gradient alone; one that does not will be found by their stamp.
+        restamp(stepped.moving)
+        for watched in stepped.tables:
             watched.declared = False
-        self._ledger.settle(*stepped.places)
+        self._ledger.settle(stepped.places)
 
     def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
         stepped = self._stepped[id(optimizer)]
@@ -305,7 +337,7 @@ class Following:
         watched.reports_updates, watched.declared = True, False
         for one in (watched, *watched.mates):
             one.stamp = stamp_of(one.weight)
-        self._ledger.settle(watched.place)
+        self._ledger.settle([watched.place])
 
     # ---- what the rows' movement asks for
 

@@ -43,8 +43,10 @@ class SteppedTables:
         Groups that have tables, each with them.
     tables, places
         All of those tables, and their places in the ledger.
+    moving
+        Those that the running step has a gradient for, or may get one for.
 
-    All are as of the last ``refresh``.
+    All but the last are as of the last ``refresh``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, by_weight: Mapping[int, TrackedTable]) -> None:
@@ -53,6 +55,7 @@ class SteppedTables:
         self.groups: list[tuple[Group, list[TrackedTable]]] = []
         self.tables: list[TrackedTable] = []
         self.places: list[int] = []
+        self.moving: list[TrackedTable] = []
         self.refresh()
 
     def refresh(self) -> None:
@@ -76,7 +79,6 @@ class SteppedTables:
         self._spans: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
         # One bitmap per device: all tables whose bits are on the host have the same.
         self._host = next((watched.bitmap for watched in self.tables if watched.bitmap.is_on_host), None)
-        self._parts = np.zeros((len(self.tables), 4), np.int64)
 
     def mark_together(self, gradients: Gradients) -> Gradients:
         """Mark rows of the sparse gradients of each device, and of small dense ones of the host, in one call each.
@@ -121,9 +123,9 @@ class SteppedTables:
     def _mark_on_host(self, gradients: Gradients) -> Gradients:
         if self._host is None or not self._host.is_on_host:
             return gradients
-        parts, dense = self._parts, []
         left: Gradients = []
-        held: list[torch.Tensor] = []
+        parts: list[int] = []  # flat: numpy reads numbers twice as fast as tuples of them
+        dense: list[int] = []
         for watched, gradient in gradients:
             if not (gradient.is_cpu and watched.bitmap is self._host):
                 left.append((watched, gradient))
@@ -133,19 +135,17 @@ class SteppedTables:
                 if is_plain and gradient.is_contiguous() and gradient.nbytes <= SMALL_BYTES:
                     row_units, odd = divmod(gradient.shape[1] * gradient.element_size(), UNIT)
                     if not odd and gradient.data_ptr() % UNIT == 0:
-                        dense.append((gradient.data_ptr(), watched.num_rows, row_units, watched.first_word))
+                        dense += gradient.data_ptr(), watched.num_rows, row_units, watched.first_word
                         continue
                 left.append((watched, gradient))
                 continue
-            indices = gradient._indices()
-            if not (indices.is_contiguous() and gradient.sparse_dim() == 1):
+            indices, count = gradient._indices(), gradient._nnz()  # their memory is the gradient's, and lives as long
+            if indices.is_contiguous() and indices.numel() == count:  # it is sparse by row
+                parts += indices.data_ptr(), count, watched.first_word, watched.num_rows
+            else:
                 left.append((watched, gradient))
-                continue
-            part = len(held)
-            held.append(indices)  # its memory must outlive the call
-            parts[part] = indices.data_ptr(), indices.numel(), watched.first_word, watched.num_rows
-        if held:
-            self._host.mark_parts(parts[: len(held)])
+        if parts:
+            self._host.mark_parts(np.array(parts, np.int64).reshape(-1, 4))
         if dense:
-            self._host.mark_gradients(np.array(dense, np.int64))
+            self._host.mark_gradients(np.array(dense, np.int64).reshape(-1, 4))
         return left

@@ -61,6 +61,10 @@ class KeptLookup:
         return self.version is not None and self.ids._version != self.version
 
 
+NOTED = 1 << 12
+"""Lookups that wait to be counted, if nothing asks for the counts."""
+
+
 @dataclass(slots=True)
 class _Table:
     updates: int = 0
@@ -89,19 +93,28 @@ class LookupLedger:
         self._counts = self.counts.numpy()
         self._settled = self._counts.copy()  # at the last update of each
         self._at_take = self._counts.copy()  # when the interval began
+        self.noted: list[int] = []
+        """Places of lookups that `counts` does not have yet: hooks append to it, which needs no lock."""
         self._tables = [_Table() for _ in tables]
-        self._keeps_ids, self._steps_ahead = keeps_ids, steps_ahead
+        self.keeps_ids, self._steps_ahead = keeps_ids, steps_ahead
         self.key = register_keeper(self) if keeps_ids else NO_LEDGER
 
     def note(
         self, ids: torch.Tensor, ends: torch.Tensor | None, places: Sequence[int], skip_row: int, *, is_copy: bool
     ) -> None:
         """Count a lookup, and keep its ids if ids are kept: what ``note_lookup`` does, for eager code."""
-        with packed.LOCK:
-            for place in places:
-                self._counts[place] += 1
-        if self._keeps_ids:
+        self.noted += places
+        if self.keeps_ids:
             self.keep(ids, ends, places, skip_row, is_copy)
+        self.count(above=NOTED)
+
+    def count(self, *, above: int = 0) -> None:
+        """Add to `counts` what eager hooks noted, if that is more than ``above``."""
+        if len(self.noted) > above:
+            with packed.LOCK:
+                noted = self.noted[:]
+                self._counts += np.bincount(noted, minlength=len(self._counts))
+                del self.noted[: len(noted)]  # not what was noted meanwhile
 
     def keep(
         self, ids: torch.Tensor, ends: torch.Tensor | None, places: Sequence[int], skip_row: int, is_copy: bool
@@ -125,14 +138,16 @@ class LookupLedger:
     def pending(self, place: int) -> int:
         """Return how many lookups of the table wait for their update."""
         table = self._tables[place]
-        if self._keeps_ids and table.is_followed:
+        if self.keeps_ids and table.is_followed:
             return len(table.in_flight)
+        self.count()
         return int(self._counts[place] - self._settled[place])
 
     def waiting(self) -> list[int]:
         """Return the places of the tables with a pending lookup."""
-        if self._keeps_ids:
+        if self.keeps_ids:
             return [place for place in range(len(self._tables)) if self.pending(place)]
+        self.count()
         return np.flatnonzero(self._counts != self._settled).tolist()
 
     def in_flight(self) -> list[KeptLookup]:
@@ -140,12 +155,12 @@ class LookupLedger:
         with packed.LOCK:
             return list(dict.fromkeys(lookup for table in self._tables for _, lookup in table.in_flight))
 
-    def settle(self, *places: int) -> None:
+    def settle(self, places: list[int]) -> None:
         """Record that an update of each of these tables has been made."""
         with packed.LOCK:
-            at = list(places)
-            self._settled[at] = self._counts[at]
-            for place in places if self._keeps_ids else ():
+            self.count()
+            self._settled[places] = self._counts[places]
+            for place in places if self.keeps_ids else ():
                 table = self._tables[place]
                 table.updates += 1
                 while table.in_flight and table.updates - table.in_flight[0][0] > self._steps_ahead:
@@ -154,16 +169,19 @@ class LookupLedger:
     def settle_all(self) -> None:
         """Record that no update of any table is outstanding."""
         with packed.LOCK:
+            self.count()
             self._settled[:] = self._counts
             for table in self._tables:
                 table.in_flight.clear()
 
     def begin_interval(self) -> None:
         """Forget which tables were looked up."""
+        self.count()
         self._at_take[:] = self._counts
 
     def saw(self, place: int) -> bool:
         """Return whether the table was looked up in this interval."""
+        self.count()
         return bool(self._counts[place] != self._at_take[place])
 
 
@@ -184,7 +202,7 @@ class TrackedTable:
         default=(), init=False
     )  # shards in the same memory: a write to one counts as a version of all
     optimizer: torch.optim.Optimizer | None = field(default=None, init=False)
-    is_stepped: bool = field(default=False, init=False)  # whether there is an optimizer, for code that dynamo traces
+    is_stepped: bool = field(default=False, init=False)  # whether a step will read the gradients of lookups made now
     group_key: tuple[object, ...] = field(default=(), init=False)  # what `movement` was decided from
     movement: RowMovement | None = field(default=None, init=False)
     declared: bool = field(
@@ -198,14 +216,22 @@ class TrackedTable:
     )  # the furthest that a step reached since the last take
     followed: RowMovement | None = field(default=None, init=False)  # the movement that `reach` already has
     keeps_ever: bool = field(default=False, init=False)
-    stepped: bool = field(default=False, init=False)  # the running step has a gradient for it
 
-    def restamp(self) -> None:
-        """Take the present weights as known, and the memory that they were put in: their owner has written them."""
-        now = stamp_of(self.weight)
-        if self.memory is not None and (now is None or self.stamp is None or now[1] != self.stamp[1]):
-            self.memory.accept()
-        self.stamp = now
+
+def restamp(tables: Sequence[TrackedTable]) -> None:
+    """Take the present weights as known, and the memory that they were put in: their owner has written them."""
+    for one, now in zip(tables, stamps_of([one.weight for one in tables]), strict=True):
+        before, one.stamp = one.stamp, now
+        if (now is None or before is None or now[1] != before[1]) and one.memory is not None:
+            one.memory.accept()
+
+
+def written(tables: Sequence[TrackedTable]) -> list[TrackedTable]:
+    """Return the tables whose weights are not as they were stamped."""
+    stamps = stamps_of([one.weight for one in tables])
+    if stamps == [one.stamp for one in tables]:
+        return []
+    return [one for one, now in zip(tables, stamps, strict=True) if now != one.stamp]
 
 
 def stamp_of(weight: torch.Tensor | None) -> tuple[int, int] | None:
@@ -242,13 +268,6 @@ class TrackedTables:
     def at(self, place: int) -> TrackedTable:
         """Return the table of a place in the ledger."""
         return self._tables[place]
-
-    def written(self) -> list[TrackedTable]:
-        """Return the tables whose weights are not as they were stamped."""
-        stamps = stamps_of([one.weight for one in self._tables])
-        if stamps == [one.stamp for one in self._tables]:
-            return []
-        return [one for one, now in zip(self._tables, stamps, strict=True) if now != one.stamp]
 
     def begin_interval(self) -> None:
         """Forget what steps and writers did to each table in the last one."""

@@ -25,7 +25,7 @@ from cnr_store_gpu.memory import check_all, memory_of
 from cnr_store_gpu.optimizers import Movement, RowMovement, inner_optimizer, row_slots
 from cnr_store_gpu.shards import ChangeSource, WatchedShard, bounds_of, check_shards, tensor_of
 from cnr_store_gpu.tables import plan_tables
-from cnr_store_gpu.tracked_table import LookupLedger, RowProbe, TrackedTable, TrackedTables
+from cnr_store_gpu.tracked_table import LookupLedger, RowProbe, TrackedTable, TrackedTables, restamp, written
 
 InFlight = Literal["refuse", "remark"]
 
@@ -122,10 +122,10 @@ class RowTracker:
             first_word, num_rows = bitmap.span(table)
             memory = memory_of(table, weight, shard_of[table].memory if table in shard_of else None)
             watched = TrackedTable(table, num_rows, weight, bitmap, first_word, place, table in shard_of, memory)
-            watched.restamp()
             if table in shard_of:
                 watched.movement = shard_of[table].movement
             found.append(watched)
+        restamp(found)
         self._memories = [watched.memory for watched in found if watched.memory is not None]
         self._tables = TrackedTables(found, {alias: plan.table for plan in plans for alias in plan.aliases})
         self._sources: dict[str, list[ChangeSource]] = {}
@@ -356,7 +356,7 @@ class RowTracker:
         for table, sources in self._sources.items():
             for source in sources:
                 self.bitmap.of(table).mark(table, source.take())
-        for watched in self._tables.written():
+        for watched in written(list(self._tables)):
             self._following.check_bypass(watched)
         for watched in self._tables:
             # A write that left the version alone (through `.data`) must not excuse one of a later interval.
@@ -398,9 +398,9 @@ class RowTracker:
         self._ledger.begin_interval()
         self._following.ever.clear()
         self._tables.begin_interval()
+        restamp(list(self._tables))
         for watched in self._tables:
             watched.declared = False
-            watched.restamp()
             if watched.memory is not None:
                 watched.memory.accept()
             if watched.keeps_ever:

@@ -361,11 +361,14 @@ def test_accumulated_batches_belong_to_one_step() -> None:
 
 def test_skipped_step_is_declared() -> None:
     model = nn.Embedding(20, 3)
-    tracker = RowTracker(model, optimizers=[sgd(model)])
+    optimizer = sgd(model)
+    tracker = RowTracker(model, optimizers=[optimizer])
     model(ids(1)).sum().backward()
 
     tracker.declare_boundary()
 
+    assert taken(tracker) == {"weight": []}
+    optimizer.step()  # the gradient was kept
     assert taken(tracker) == {"weight": [1]}
 
 
