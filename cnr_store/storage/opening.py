@@ -66,7 +66,8 @@ def open_storage(
     Raises
     ------
     BadInput
-        The protocol is unknown, or options were given for a local path.
+        The protocol is unknown, the URL names no bucket or is mistyped (``s3:/bucket``), or options were given for a
+        local path.
     MissingDependency
         The driver is not installed; the message names the extra.
     UnsafeBackend
@@ -77,6 +78,8 @@ def open_storage(
     place = os.fspath(url)
     match = _SCHEME.match(place)
     scheme = match.group(1).lower() if match else "file"
+    _check_address(place, scheme, match)
+    place = scheme + place[match.end(1) :] if match else place  # fsspec knows protocols in lower case only
     options = dict(storage_options or {})
     if scheme in _CACHING:
         raise _caching(redact_url(place))
@@ -95,6 +98,22 @@ def open_storage(
     if not isinstance(storage, MemoryStorage):
         storage.recipe = StorageRecipe(place, dict(storage_options or {}), fsync, unsafe_single_writer)
     return storage
+
+
+def _check_address(place: str, scheme: str, match: re.Match[str] | None) -> None:
+    """Raise `BadInput` for a mistyped URL: with ``s3:/bucket/x`` a checkpoint would go to a local folder."""
+    known = {*_EXTRAS, *_PACKAGES}
+    if match is None:
+        before, colon, _ = place.partition(":")
+        if colon and before.lower() in known | _LOCAL:
+            raise BadInput(
+                f"{redact_url(place)} is no URL, which begins with {before.lower()}://; for a local folder of this "
+                f"name write ./ before it",
+                found=before,
+            )
+    elif scheme in known and place[match.end() :][:1] in ("", "/"):
+        what = "host" if scheme in _PACKAGES else "container" if scheme in _AZURE else "bucket"
+        raise BadInput(f"{redact_url(place)} names no {what}: {scheme}://{what.upper()}/PATH", found=redact_url(place))
 
 
 def reopen_storage(recipe: StorageRecipe) -> Storage:

@@ -18,7 +18,14 @@ from typing import Literal
 import numpy as np
 import torch
 
-from cnr_store.errors import BackgroundSaveFailed, CommitStateUnknown, Fenced, RankLost
+from cnr_store.errors import (
+    BackgroundSaveFailed,
+    CommitStateUnknown,
+    Conflict,
+    Fenced,
+    RankLost,
+    TransactionAborted,
+)
 from cnr_store.format.document_tree import EncodedTree
 from cnr_store.runtime.notebook import ShownReport
 from cnr_store.runtime.threads import background_cpu_s
@@ -62,7 +69,8 @@ class SaveReport(ShownReport):
     version, step, kind
         Position in the log, training step, ``baseline`` or ``delta``.
     rows
-        Touched rows that this rank wrote, of all tables; all rows of tables that were written whole.
+        Touched rows that this rank wrote, of all tables; all rows of tables that were written whole. A later baseline
+        also has the rows that did not change, from the mirror: they are not counted, but in the commit record they are.
     size_bytes
         Bytes of the segment, of all ranks.
     stall_s
@@ -406,6 +414,10 @@ def failure_message(error: BaseException) -> str:
         return f"this rank has lost the others, and does not know whether the last checkpoint was committed ({error})"
     if isinstance(error, Fenced):
         return f"a checkpoint was not saved, nor will a later one of this training be: {error}"
+    if isinstance(error, Conflict) and not isinstance(error, TransactionAborted):
+        return (
+            f"a checkpoint was not saved ({error}). If this training goes on, its next save is a baseline of all rows"
+        )
     return f"a checkpoint was not saved ({error}); its rows are saved with the next one"
 
 

@@ -150,6 +150,8 @@ def plan_restore(
     CorruptStore
         The document gives a slot a shape that its table does not have.
     """
+    if strict:
+        _refuse_other_roles(stored_dense.keys() & holdings.tables.keys(), schemas.keys() & plan.dense.keys())
     names = _names(schemas, holdings.tables, name_map or {}, strict)
     documents = _match_optimizers(trainer, optimizers, plan, schemas, strict)
     layouts = {} if trainer is None else trainer.slots
@@ -223,6 +225,17 @@ def _names(
         extra = sorted(set(schemas) - set(matched))
         _refuse_unmatched("tables", missing, extra)
     return matched
+
+
+def _refuse_other_roles(now_tables: Collection[str], now_dense: Collection[str]) -> None:
+    for names, was, now in ((now_tables, "dense tensors", "tables"), (now_dense, "tables", "dense tensors")):
+        if names:
+            raise BadInput(
+                f"{_some(names)} are {was} in the checkpoint and {now} here: give PrecisionPolicy(dense=, "
+                "dense_above_bytes=) and TrackingOptions(tables=) as the training did that saved; with strict=False "
+                "they are not restored",
+                found=sorted(names),
+            )  # fmt: skip
 
 
 def _refuse_unmatched(what: str, missing: list[str], extra: list[str]) -> None:

@@ -307,8 +307,8 @@ class RowTracker:
             raise BadInput(
                 f"between forward and optimizer step: lookups that wait for their step, by table: "
                 f"{waiting}. Save right after optimizer.step(); after a skipped step, or an update that no "
-                f"attached optimizer makes, call declare_boundary() first, or updated(name) where it is made; where "
-                f"batches are always in flight, use in_flight='remark'",
+                f"attached optimizer makes, call manager.tracker.declare_boundary() first, or updated(name) where it "
+                f"is made; where batches are always in flight, use TrackingOptions(in_flight='remark')",
                 table=next(iter(waiting)),
                 found=waiting,
             )

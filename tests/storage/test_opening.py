@@ -346,6 +346,35 @@ except MissingDependency as error:
     assert SECRET not in found
 
 
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("s3://", "names no bucket: s3://BUCKET/PATH"),
+        ("s3:///run-7", "names no bucket"),
+        ("gs://", "names no bucket"),
+        ("abfs://", "names no container"),
+        ("http://", "names no host"),
+        ("s3:/bucket/run-7", "is no URL, which begins with s3://"),
+        ("S3:bucket/run-7", "is no URL, which begins with s3://"),
+        ("file:/data/run-7", "is no URL, which begins with file://"),
+    ],
+)
+def test_a_mistyped_url_is_bad_input(place: str, said: str) -> None:
+    """A regression: of s3:/bucket/x checkpoints went to a local folder, and s3:// gave the driver's error."""
+    with pytest.raises(BadInput, match=said):
+        open_storage(place)
+
+
+def test_a_protocol_in_capitals_is_the_protocol(tmp_path: Path) -> None:
+    assert open_storage(f"FILE://{tmp_path}").url == str(tmp_path)
+    assert isinstance(open_storage("MEMORY://x"), MemoryStorage)
+
+
+def test_a_folder_with_a_colon_can_be_named() -> None:
+    assert open_storage("./s3:/run-7").url.endswith("/s3:/run-7")
+    assert open_storage("run:7").url.endswith("/run:7")
+
+
 def test_an_unknown_protocol_is_bad_input() -> None:
     with pytest.raises(BadInput, match="nosuchprotocol"):
         open_storage("nosuchprotocol://x")

@@ -63,6 +63,19 @@ def test_log_for_people_names_every_record_and_obeys_the_limit(root: Path) -> No
     assert "baseline" not in done.out
 
 
+def test_log_prints_what_is_newer_than_a_missing_record(root: Path) -> None:
+    """A regression: of a log with a hole it printed the error alone."""
+    (root / "commits" / f"{3:020d}.json").unlink()
+
+    done = cnr("log", root)
+    document = cnr("log", root, "--json")
+
+    assert (done.code, document.code) == (6, 6)
+    assert "good -> 3" in done.out
+    assert "position 3 is empty" in done.err
+    assert document.document["error"]["kind"] == "corrupt_store"
+
+
 def test_show_lists_tables_chain_and_bytes_by_kind(root: Path) -> None:
     done = cnr("show", root, "--json").document
 

@@ -191,3 +191,16 @@ def test_a_browser_draws_the_report_light_and_dark(url: str, tmp_path: Path) -> 
     assert dark[:8] == light[:8] == b"\x89PNG\r\n\x1a\n"
     assert min(len(dark), len(light)) > 30_000  # a blank page of this size has below 10,000 bytes
     assert dark != light
+
+
+def test_a_page_can_be_printed(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A regression: it was written to a file with the name -."""
+    monkeypatch.chdir(tmp_path)
+
+    done = cnr("report", url, "-o", "-")
+
+    assert done.code == 0
+    assert done.out.startswith("<!")
+    assert done.out.rstrip().endswith("</html>")
+    assert not Path("-").exists()
+    assert cnr("report", url, "-o", "-", "--json").code == 4

@@ -138,10 +138,15 @@ def test_without_the_option_every_dense_tensor_is_exact(tmp_path: Path) -> None:
     assert torch.equal(torch.from_numpy(snapshot.read_dense("last.weight")), run.model.last.weight.cpu())
 
 
-def test_a_manager_without_the_option_refuses_it_and_names_the_layers(tmp_path: Path) -> None:
-    saved(tmp_path, TableOptions(bits=8))
+@pytest.mark.parametrize(("before", "now"), [(TableOptions(bits=8), None), (None, TableOptions(bits=8))])
+def test_a_manager_without_the_option_refuses_it_and_names_the_layers(
+    before: TableOptions | None, now: TableOptions | None, tmp_path: Path
+) -> None:
+    """A regression: the error offered only strict=False, which leaves these layers untrained."""
+    saved(tmp_path, before)
 
-    with manager_of(tmp_path, Run(), None) as manager, pytest.raises(BadInput, match=r"last\.weight"):
+    said = r"last\.weight.* in the checkpoint and .* here: give PrecisionPolicy\(dense="
+    with manager_of(tmp_path, Run(), now) as manager, pytest.raises(BadInput, match=said):
         manager.restore()
 
 

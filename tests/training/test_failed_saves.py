@@ -224,7 +224,7 @@ def test_a_head_moved_by_somebody_else_is_followed_by_a_full(backend: Backend) -
     manager.save()
     store.rollback(manager.history[0].version)
     training.train(1)
-    with pytest.raises(BackgroundSaveFailed):
+    with pytest.raises(BackgroundSaveFailed, match="its next save is a baseline of all rows"):
         manager.save()
 
     report = manager.save()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +19,10 @@ from cnr_store_tools.text import count_text
 def report(
     url: Url,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The HTML file to write; it replaces an existing one.")
+        Path,
+        typer.Option(
+            "--output", "-o", help="The HTML file to write; it replaces an existing one. - is standard output."
+        ),
     ],
     verify: Annotated[bool, typer.Option("--verify", help="Read every object and show what is damaged.")] = False,
     branch: Branch = None,
@@ -26,9 +30,15 @@ def report(
     json: Json = False,
 ) -> None:
     """Write an HTML page about a store. One file, which loads nothing: bytes, rows, restores, tables, names, damage."""
+    is_printed = str(output) == "-"
+    if is_printed and json:
+        raise BadInput("--output - prints the page, and --json a document; give a file for the page")
     with open_store(url, storage_option, branch) as store:
         facts = read_facts(store, verify=verify)
     text = report_html(facts)
+    if is_printed:
+        sys.stdout.write(text)
+        return
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:

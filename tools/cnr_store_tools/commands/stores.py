@@ -50,10 +50,21 @@ def log(
 ) -> None:
     """List the commit records, newest first."""
     with open_store(url, storage_option, branch) as store:
-        document: Document = {"url": store.url, "branch": store.branch, "records": _records(store, limit)}
+        records: list[Document] = []
+        document: Document = {"url": store.url, "branch": store.branch, "records": records}
+        try:
+            records.extend(_records(store, limit))
+        except CorruptStore:
+            if not json:  # what is newer than the damage; a document has the error alone
+                _emit_log(document, as_json=False)
+            raise
+    _emit_log(document, as_json=json)
+
+
+def _emit_log(document: Document, *, as_json: bool) -> None:
     rows = [item | {"note": _note(item), "chain": item["chain_length"]} for item in document["records"]]
     columns = ("version", "kind", "step", "time_ms", "chain", "rows", "size_bytes", "note", "writer")
-    emit(document, (table(place_text(document), rows, columns, ("writer", "chain")),), as_json=json)
+    emit(document, (table(place_text(document), rows, columns, ("writer", "chain")),), as_json=as_json)
 
 
 def _note(item: Document) -> str:
@@ -75,30 +86,27 @@ def _notes_of(user: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _records(store: Store, limit: int | None) -> list[Document]:
-    """Return the newest records, newest first, each with the tags and channels that name it now.
+def _records(store: Store, limit: int | None) -> Iterator[Document]:
+    """Yield the newest records, newest first, each with the tags and channels that name it now.
 
     ``expired``: the version can no longer be opened, only its record is left.
     """
     newest = store.head()
-    head, records = newest.record, []
+    head = newest.record
     for record in store.log(limit=limit):
         saved = record.chain[-1] if record.kind in ("baseline", "delta") and record.chain else None
         name = record.name
         if record.kind == "fork" and name is not None:  # the uuid of a branch; at position 0 its own
             pin = head.pins.get(name)
             name = store.branch if record.v == 0 else name if pin is None else pin.name
-        records.append(
-            {
-                "version": record.v, "kind": record.kind, "step": record.step, "checkpoint": record.checkpoint,
-                "time_ms": record.ts_ms, "epoch": record.epoch, "chain_length": len(record.chain),
-                "writer": record.writer.host, "segment": None if saved is None else saved.seg,
-                "size_bytes": None if saved is None else saved.bytes, "rows": None if saved is None else saved.rows,
-                "name": name, "target": record.target, "user": record.user, "expired": not newest.is_live(record.v),
-                **_names(head.tags, head.channels, record.v),
-            }
-        )  # fmt: skip
-    return records
+        yield {
+            "version": record.v, "kind": record.kind, "step": record.step, "checkpoint": record.checkpoint,
+            "time_ms": record.ts_ms, "epoch": record.epoch, "chain_length": len(record.chain),
+            "writer": record.writer.host, "segment": None if saved is None else saved.seg,
+            "size_bytes": None if saved is None else saved.bytes, "rows": None if saved is None else saved.rows,
+            "name": name, "target": record.target, "user": record.user, "expired": not newest.is_live(record.v),
+            **_names(head.tags, head.channels, record.v),
+        }  # fmt: skip
 
 
 def _names(tags: Mapping[str, int], channels: Mapping[str, int], version: int) -> Document:
