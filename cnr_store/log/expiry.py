@@ -27,6 +27,6 @@ def version_expired(version: int, head: CommitRecord, place: str = "") -> Versio
     """Return the error of a version that is not live by a record; ``place`` names the store or branch."""
     return VersionExpired(
         f"version {version}{place and f' of {place}'} has expired: below version {head.floor} only those remain that a "
-        "tag, channel, branch, lease or policy keeps",
+        f"tag, channel, branch, lease or policy keeps; the newest is {head.v}",
         version=version,
     )

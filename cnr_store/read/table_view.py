@@ -345,7 +345,9 @@ class TableView(ProcessBound):
         row_bytes = sum(specs[name].row_bytes for name, out in given.items() if out is None)
         if (stop - start) * row_bytes > UNCONFIRMED_BYTES:
             check_stored(self._plan(start, stop, columns), (stop - start) * row_bytes, "give the memory (out=)")
-        return {name: self._output(specs[name], stop - start, out) for name, out in given.items()}
+        found = {name: self._output(specs[name], stop - start, out) for name, out in given.items()}
+        self._refuse_overlaps([out for name, out in found.items() if given[name] is not None])
+        return found
 
     def _output(self, spec: ArraySpec, rows: int, out: Array | None) -> Array:
         if out is None:
@@ -365,9 +367,25 @@ class TableView(ProcessBound):
             raise BadInput(f"the array for {spec.name} of table {self.name!r} is read-only", table=self.name)
         return out.reshape(rows, spec.width) if out.ndim == 1 else out
 
+    def _refuse_overlaps(self, outputs: Sequence[Array]) -> None:
+        """Elements that share memory would overwrite each other, and not every read has a digest that would show it."""
+        for index, out in enumerate(outputs):
+            if _has_overlaps(out) or any(np.shares_memory(out, other) for other in outputs[:index]):
+                raise BadInput(f"the arrays given for table {self.name!r} overlap in memory", table=self.name)
+
     def _shaped(self, name: str, array: Array) -> Array:
         return array.reshape(-1) if self._specs[name].is_vector else array
 
     def _refuse_hashed(self, verb: str) -> None:
         if self.schema.keys == "hashed":
             raise BadInput(f"table {self.name!r} has hashed keys; use read_all() instead of {verb}()", table=self.name)
+
+
+def _has_overlaps(array: Array) -> bool:
+    """Return whether elements of an array may be in one place: never of a slice or a transpose of plain memory."""
+    end = array.itemsize
+    for step, count in sorted((abs(step), count) for step, count in zip(array.strides, array.shape, strict=True)):
+        if count > 1 and step < end:
+            return array.size > 0
+        end += step * (count - 1)
+    return False

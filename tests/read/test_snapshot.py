@@ -166,6 +166,26 @@ def test_reads_refuse_what_does_not_fit(worlds: dict[str, tuple[Store, TableMode
             call()
 
 
+def test_outputs_that_overlap_are_refused(worlds: dict[str, tuple[Store, TableModel]]) -> None:
+    """A read filled them with rows of both, and said nothing."""
+    view = worlds["lattice"][0].snapshot().table("t")
+    rows = view.shape[0]
+    wide = np.zeros((rows + 1, 2 * DIM), np.float32)
+    slots: dict[str, Any] = dict.fromkeys(view.schema.slots)
+    vector = next(name for name in slots if view.read(slot=name).ndim == 1)
+    twice = np.lib.stride_tricks.as_strided(wide, (rows, DIM), (wide.itemsize, wide.itemsize))
+
+    for call in (
+        lambda: view.read(out=twice),
+        lambda: view.read_rectangle(values=wide[1:, :DIM], slots={**slots, vector: wide[1:, 0]}),
+    ):
+        with pytest.raises(BadInput, match="overlap in memory"):
+            call()
+    assert not wide.any()
+    view.read_rectangle(values=wide[1:, ::2], slots={**slots, vector: wide[1:, 1]})
+    view.read(1, 1, out=twice[:0])
+
+
 @pytest.mark.parametrize("mirror", ["memory", "mmap"])
 def test_codes_that_outgrow_int16_widen_the_mirror_in_deltas_and_restores(mirror: Any) -> None:
     store = store_in_memory()

@@ -276,6 +276,7 @@ def test_log_and_show_say_which_versions_have_expired(root: Path) -> None:
     assert [item["version"] for item in records if item["expired"]] == [4, 2, 1, 0]  # "good" keeps 3
     assert [done.code != 0 for done in opened] == [item["expired"] for item in records]
     assert all("has expired" in done.err for done in opened if done.code)
+    assert all(f"the newest is {records[0]['version']}" in done.err for done in opened if done.code)
     assert cnr("log", root).out.count("expired") == 4
 
 
