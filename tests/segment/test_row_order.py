@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from cnr_store import CorruptStore, Store, TableOptions, verify_store
+from cnr_store.encodings import row_kernels
 from cnr_store.format import arrays
 from cnr_store.format.documents import pack
 from cnr_store.format.manifest import decode_manifest
@@ -117,6 +118,19 @@ def test_classes_are_quarters_of_the_rows_by_the_size_of_their_differences() -> 
     by_size = classes[np.argsort(order)]
     assert [np.bincount(by_size[k * 100 + 10 : k * 100 + 90], minlength=4).argmax() for k in range(4)] == [0, 1, 3, 2]
     assert np.bincount(classes).tolist() == [100] * 4
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.int32])
+def test_sizes_of_differences_equal_those_of_numpy(dtype: type[np.integer[Any]]) -> None:
+    info, logs = np.iinfo(dtype), np.log2(1 + np.arange(256)).astype(np.float32)
+    block = np.random.default_rng(4).integers(-300, 300, (50, 7)).astype(dtype)
+    block[0, :2] = info.min, info.max
+    sums = np.ones(50, np.float32)
+
+    row_kernels.add_log_sizes(block, logs, sums)
+
+    sizes = np.log2(1 + np.minimum(np.abs(block.astype(np.int64)), 255))
+    assert np.allclose(sums, 1 + sizes.sum(axis=1), rtol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
