@@ -219,6 +219,8 @@ class SharedGroup:
             if not self._waiting[0].lists:
                 del self._waiting[0]
             left -= len(pieces[-1]["rows"])
+        if len(pieces) == 1:
+            return self._taken - 1, pieces[0]
         return self._taken - 1, {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
 
 
