@@ -5,11 +5,19 @@ This module knows nothing about tables or segments, and writes nothing. `commit_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from cnr_store.errors import AccessDenied, CnrStoreError, CorruptRecord, CorruptStore, StorageFailure, VersionNotFound
+from cnr_store.errors import (
+    AccessDenied,
+    CnrStoreError,
+    CorruptRecord,
+    CorruptStore,
+    ReadOnlyStore,
+    StorageFailure,
+    VersionNotFound,
+)
 from cnr_store.format.commit_record import Layer, LogEntry, decode_record, parent_of
 from cnr_store.format.documents import decode_document, sha256
 from cnr_store.format.layout import COMMITS, commit_key, hint_key
@@ -219,9 +227,10 @@ class LogReader:
         Raises
         ------
         StorageFailure, UnknownFeature
-            A record could not be read; whether it is damaged is unknown.
+            A record could not be read, or not all of it; whether it is damaged is unknown.
         """
         torn: list[str] = []
+        sizes: dict[str, int] | None = None
         for version in range(newest, self._first - 1, -1):
             data = self._bytes_at(version)
             if data is None:
@@ -230,6 +239,8 @@ class LogReader:
                 entry = self._decode(data, version)
                 return LogEnd(newest, self._complete(entry) if with_lists else entry, tuple(reversed(torn)))
             except CorruptStore:
+                sizes = self._listed_sizes() if sizes is None else sizes
+                self._check_all_was_read(version, data, sizes)
                 torn.append(sha256(data))
         return LogEnd(newest, None, tuple(reversed(torn)))
 
@@ -381,6 +392,23 @@ class LogReader:
 
     def _bytes_at(self, version: int) -> bytes | None:
         return position_bytes(self._storage, version, self._prefix)
+
+    def _listed_sizes(self) -> dict[str, int]:
+        """Return the bytes of each position by its key: none where objects cannot be listed."""
+        try:
+            return {found.key: found.size_bytes for found in self._storage.list_objects(f"{self._prefix}{COMMITS}")}
+        except (AccessDenied, ReadOnlyStore):
+            return {}
+
+    def _check_all_was_read(self, version: int, data: bytes, sizes: Mapping[str, int]) -> None:
+        """Raise `StorageFailure` if the storage sends less than it has: the record is not torn, the read was."""
+        key = self._key(version)
+        expected = min(sizes.get(key, len(data)), MAX_RECORD_BYTES + 1)
+        if len(data) < expected:
+            raise StorageFailure(
+                f"reading {key!r} gave {len(data)} of {expected} bytes and no error; try again, and check the storage",
+                path=key, expected=expected, found=len(data),
+            )  # fmt: skip
 
     def _key(self, version: int) -> str:
         return commit_key(version, self._prefix)

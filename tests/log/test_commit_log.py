@@ -11,7 +11,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from cnr_store.errors import BadInput, Conflict, CorruptRecord, CorruptStore, Fenced, MissingObject, TransactionAborted
+from cnr_store.errors import (
+    BadInput,
+    Conflict,
+    CorruptRecord,
+    CorruptStore,
+    Fenced,
+    MissingObject,
+    StorageFailure,
+    TransactionAborted,
+)
 from cnr_store.format.commit_record import LogEntry, decode_record, encode_record
 from cnr_store.format.documents import sha256
 from cnr_store.format.layout import HINT, commit_key, hint_key, segment_name, state_key
@@ -38,7 +47,7 @@ from tests.log.logs import (
     with_versions,
     write_raw,
 )
-from tests.support.faulty import IsolatedMemoryFileSystem
+from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
 from tests.support.recording_os import RecordingOs
 
 
@@ -429,6 +438,20 @@ def test_torn_newest_record_is_named_and_the_one_before_still_read(inner: Isolat
 
     assert torn.value.version == 4
     assert log.read(3) == head
+
+
+@on_a_branch_too
+def test_a_record_of_which_a_read_gives_half_is_not_torn(inner: IsolatedMemoryFileSystem, prefix: str) -> None:
+    head = with_versions(inner, 4, prefix)
+    fs = FaultyFileSystem(inner, fault=Fault(FaultKind.SHORT_READ, at=0, calls=1000))
+    log = open_log(fs, prefix)
+
+    with pytest.raises(StorageFailure, match=r"\d+ of \d+ bytes"):
+        log.newest_readable()
+    with pytest.raises(StorageFailure):
+        log.end_at(3)
+
+    assert open_log(calm(inner), prefix).latest() == head
 
 
 def test_record_of_another_store_is_refused(inner: IsolatedMemoryFileSystem) -> None:

@@ -28,7 +28,7 @@ _BRINGS: dict[FaultKind, tuple[type[CnrStoreError], ...]] = {
     FaultKind.LOST_REPLY: (StorageFailure, CommitStateUnknown),
     FaultKind.DELAYED_PUT: (StorageFailure, CommitStateUnknown),
     FaultKind.DISK_FULL: (StorageFailure, CommitStateUnknown),
-    FaultKind.SHORT_READ: (CorruptStore, CommitStateUnknown, UnsafeBackend),
+    FaultKind.SHORT_READ: (CorruptStore, CommitStateUnknown, StorageFailure, UnsafeBackend),
 }
 """The errors that a fault may come out as; of the other kinds nobody may hear."""
 
