@@ -393,10 +393,9 @@ class CommitLog(LogReader):
 
     def _won(self, attempt: SentRecord) -> LogEntry:
         try:
-            # Never synced: a stale or torn hint only costs the next reader a few GETs.
-            self._storage.put(hint_key(self._prefix), canonical_json(Hint(attempt.entry.record.v)), syncs=False)
+            self._storage.put(hint_key(self._prefix), canonical_json(Hint(attempt.entry.record.v)))
         except StorageFailure:
-            pass
+            pass  # A stale hint only costs the next reader a few GETs.
         self.announcers.tell(attempt.entry.record.v)
         # Reset last, so that after an interrupt above `resolve` can still report the commit.
         self._unresolved = None

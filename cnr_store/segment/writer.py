@@ -52,11 +52,6 @@ logger = logging.getLogger(__name__)
 Put = Callable[[], None]
 """Encodes and puts one object."""
 
-_FEW_OBJECTS, _SMALL_BYTES = 64, 1 << 20
-"""So many objects that wait for `SegmentWriter.finish`, and so small ones, are synced when all are written: nine of a
-delta take a third less CPU and time (ext4), for its journal gets their names at once. Of more or larger ones each is
-synced when it is written, on threads, while others are encoded."""
-
 
 class SegmentWriter:
     """One writer's side of a segment. Blocking; puts run on ``workers``.
@@ -84,8 +79,6 @@ class SegmentWriter:
         self._documents: dict[str, str] = {}
         self._small: dict[str, msgspec.Raw] = {}
         self._kept: list[str] = []
-        self._syncs_late = False
-        self._unsynced: set[str] = set()
 
     def write_row_list(self, operation: str, row_list: RowList) -> ListLine:
         """Write one row list, which is not empty: into arrays of its own, or into those that small ones share.
@@ -256,18 +249,17 @@ class SegmentWriter:
         """Put everything that is buffered, make all objects durable, and return the receipt. Blocks.
 
         ``parts`` in the order in which their lists were written; rank 0 puts the segment's group document, too. Without
-        ``syncs`` the objects are not durable yet: give this writer to `write_manifest`.
+        ``syncs`` the names of the objects are not durable yet: give `paths` to `write_manifest`.
         """
         for group in (one for one in self._shared.values() if one.rows):  # a list that failed may have been its first
             self._waiting += list(self._rest_of(group))
         if rank == 0:
             self._waiting.append(partial(self._put, layout.ROOT_GROUP, arrays.group_document({})))
-        self._syncs_late = len(self._waiting) <= _FEW_OBJECTS
         self._workers.run(self._waiting)
         self._waiting = []
         self._forget_attempts()
         if syncs:
-            self.sync()
+            self._storage.sync_folders(f"{self._prefix}{path}" for path in self._objects)
         groups = {path: self._stored(path, entries) for path, entries in self._groups.items()}
         packs = [self._stored(f"{self.writer}.dense", {name: one}) for name, one in self._dense_arrays.items()]
         whole = (*self._groups.values(), self._dense_arrays)
@@ -280,13 +272,10 @@ class SegmentWriter:
             objects=tuple(self._objects[path] for path in sorted(self._objects) if path not in inside),
         )  # fmt: skip
 
-    def sync(self, *beside: str) -> None:
-        """Make all objects durable, and those of the keys ``beside``, which were put without a sync; blocks."""
-        self._storage.sync_folders(
-            (f"{self._prefix}{path}" for path in self._objects),
-            unsynced=[*(f"{self._prefix}{path}" for path in self._unsynced), *beside],
-        )
-        self._unsynced.clear()
+    @property
+    def paths(self) -> list[str]:
+        """The objects that were put, relative to the segment."""
+        return [*self._objects]
 
     def _forget_attempts(self) -> None:
         """Delete what was put of lists that were written again. It stays where deleting is not allowed."""
@@ -331,10 +320,7 @@ class SegmentWriter:
             if path in self._objects:
                 raise CorruptStore(f"segment {self.name}: {path} would be written twice; two names collide", path=path)
             self._objects[path] = entry
-            is_late = self._syncs_late and entry.size <= _SMALL_BYTES
-            if is_late:
-                self._unsynced.add(path)
-        self._storage.put(f"{self._prefix}{path}", data, syncs=not is_late)
+        self._storage.put(f"{self._prefix}{path}", data)
 
 
 def _is_same_document(before: DocumentEntry, data: bytes) -> bool:
@@ -347,13 +333,13 @@ def write_manifest(
     storage: Storage,
     name: str,
     document: SegmentDocument,
-    beside: SegmentWriter | None = None,
+    beside: Iterable[str] = (),
     known: Mapping[str, TableSchema] = MappingProxyType({}),
 ) -> tuple[str, int, Manifest]:
     """Put the manifest durably; returns its sha256, its size, and what a reader makes of it.
 
-    The segment is complete then, and still invisible. ``beside``: the writer of objects that become durable with the
-    manifest, each folder by one sync. ``known``: schemas that were read from manifests.
+    The segment is complete then, and still invisible. ``beside``: paths of its objects whose names become durable with
+    that of the manifest, each folder by one sync. ``known``: schemas that were read from manifests.
 
     Raises
     ------
@@ -367,11 +353,9 @@ def write_manifest(
     except CorruptStore as error:
         raise BadInput(f"this cannot be saved, because no reader would take it: {error}", path=key) from error
     data = compressed(text)
-    storage.put_document(key, data, MAX_MANIFEST_BYTES, syncs=beside is None)
-    if beside is None:
-        storage.sync_folders([key])
-    else:
-        beside.sync(key)
+    storage.put_document(key, data, MAX_MANIFEST_BYTES)
+    prefix = layout.segment_prefix(name)
+    storage.sync_folders([key, *(f"{prefix}{path}" for path in beside)])
     return sha256(data), len(data), manifest
 
 

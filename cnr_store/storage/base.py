@@ -10,7 +10,7 @@ import logging
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
@@ -188,8 +188,8 @@ class Storage(ABC):
             )
         return data
 
-    def put_document(self, key: str, data: bytes, limit_bytes: int, *, syncs: bool = True) -> None:
-        """Write a document that `read_document` with the same limit accepts; ``syncs`` as for `put`.
+    def put_document(self, key: str, data: bytes, limit_bytes: int) -> None:
+        """Write a document that `read_document` with the same limit accepts.
 
         Raises
         ------
@@ -205,13 +205,12 @@ class Storage(ABC):
                 expected=limit_bytes,
                 found=len(data),
             )
-        self.put(key, data, syncs=syncs)
+        self.put(key, data)
 
-    def put(self, key: str, data: Content, *, syncs: bool = True) -> None:
+    def put(self, key: str, data: Content) -> None:
         """Create or overwrite an object; readers see the old bytes or the new, never a mixture.
 
-        ``data`` is not referenced afterwards. `sync_folders` makes the names of local files durable, and their bytes if
-        they were put without ``syncs``: a power loss before that may leave an object with other bytes or none.
+        ``data`` is not referenced afterwards. `sync_folders` makes the names of local files durable.
 
         Raises
         ------
@@ -222,7 +221,7 @@ class Storage(ABC):
         """
         check_key(key)
         buffers = [_flat(data)] if isinstance(data, Buffer) else data
-        self._put(key, buffers, syncs=syncs)
+        self._put(key, buffers)
         if self.copies is not None:
             self.copies.record(key, buffers)
 
@@ -298,13 +297,12 @@ class Storage(ABC):
         """
         self._delete([check_key(key) for key in keys])
 
-    def sync_folders(self, keys: Iterable[str], *, unsynced: Collection[str] = ()) -> None:
+    def sync_folders(self, keys: Iterable[str]) -> None:
         """Make the folder entries of these keys durable: sync each folder from them up to the root once.
 
-        ``unsynced``: those that were put without ``syncs``, whose bytes are made durable first. Does nothing on
-        backends where a finished `put` is durable.
+        Does nothing on backends where a finished `put` is durable.
         """
-        for key in (*keys, *unsynced):
+        for key in keys:
             check_key(key)
 
     def sweep(
@@ -375,7 +373,7 @@ class Storage(ABC):
     def _read(self, key: str, start: int, stop: int | None) -> bytes | None: ...
 
     @abstractmethod
-    def _put(self, key: str, data: Sequence[Buffer], *, syncs: bool) -> None: ...
+    def _put(self, key: str, data: Sequence[Buffer]) -> None: ...
 
     @abstractmethod
     def _create(self, key: str, data: bytes) -> tuple[CreateOutcome, BaseException | None]:

@@ -1,8 +1,7 @@
 """Local and mounted folders, with an own exclusive create: fsspec's, exists() + open(), is a race.
 
 An object is written to a temporary file in its own folder, made durable, then linked (exclusive) or renamed
-(overwriting) to its name. So no name ever refers to a partial object, but after a power loss to one of those that were
-put to be synced later. `link` fails if the target exists, on every file
+(overwriting) to its name. So no name ever refers to a partial object. `link` fails if the target exists, on every file
 system with hard links; file systems without them are refused.
 
 The root may be a symbolic link, but nothing below it: paths are opened from the root's descriptor without following
@@ -23,8 +22,7 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
 
 from cnr_store.errors import BadInput, StorageFailure, UnsafeBackend, Unsupported
@@ -111,9 +109,9 @@ class LocalStorage(Storage):
         finally:
             os.close(fd)
 
-    def _put(self, key: str, data: Sequence[Buffer], *, syncs: bool) -> None:
+    def _put(self, key: str, data: Sequence[Buffer]) -> None:
         try:
-            with self._written(key, data, syncs=syncs) as (folder, temporary):
+            with self._written(key, data) as (folder, temporary):
                 os.replace(temporary, _name_of(key), src_dir_fd=folder, dst_dir_fd=folder)
         except OSError as error:
             raise self._failure(error, "writing", key) from error
@@ -122,7 +120,7 @@ class LocalStorage(Storage):
         refusal: FileExistsError | None = None
         is_written = False
         try:
-            with self._written(key, [data], syncs=True) as (folder, temporary):
+            with self._written(key, [data]) as (folder, temporary):
                 is_written = True
                 try:
                     self._link(folder, temporary, key)
@@ -217,14 +215,14 @@ class LocalStorage(Storage):
         except OSError:
             pass  # It is not empty, or already deleted.
 
-    def sync_folders(self, keys: Iterable[str], *, unsynced: Collection[str] = ()) -> None:
-        """Fsync the ``unsynced``, then every folder between all keys and the root, deepest first, once each.
+    def sync_folders(self, keys: Iterable[str]) -> None:
+        """Fsync every folder between these keys and the root, deepest first, once each.
 
         The root is synced if a name in it may be new: one of the keys, or a folder that no earlier sync met there.
         """
-        given = [*dict.fromkeys(check_key(key) for key in (*keys, *unsynced))]
+        given = [check_key(key) for key in keys]
         try:
-            self._sync_above(given, unsynced)
+            self._sync_above(given)
         except OSError as error:
             first = next(filter(self._link_on_the_way_to, given), next(iter(given), ""))
             raise self._failure(error, "syncing the folders of", first) from error
@@ -270,7 +268,7 @@ class LocalStorage(Storage):
         return sorted(found, key=lambda one: one[0])
 
     @contextlib.contextmanager
-    def _written(self, key: str, data: Sequence[Buffer], *, syncs: bool) -> Iterator[tuple[int, str]]:
+    def _written(self, key: str, data: Sequence[Buffer]) -> Iterator[tuple[int, str]]:
         """Write a temporary file, deleted after an error; yield its folder's descriptor and its name."""
         temporary = f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
         folder, fd = self._open_new(_folder_of(key), temporary)
@@ -280,7 +278,7 @@ class LocalStorage(Storage):
                 if not (self.fsync and sum(map(len, data)) >= _UNCACHED_BYTES and _write_uncached(fd, data)):
                     for buffer in data:
                         _write_all(fd, buffer)
-                if self.fsync and syncs:
+                if self.fsync:
                     os.fsync(fd)
             finally:
                 os.close(fd)
@@ -325,31 +323,25 @@ class LocalStorage(Storage):
                 finally:
                     os.close(above)
 
-    def _sync_above(self, keys: Iterable[str], unsynced: Collection[str] = ()) -> None:
-        """Fsync every folder between these keys and the root, deepest first; each is opened from the one above.
-
-        The files of ``unsynced`` among them come first of all in their folders.
-        """
+    def _sync_above(self, keys: Iterable[str]) -> None:
+        """Fsync every folder between these keys and the root, deepest first; each is opened from the one above."""
         if not self.fsync:
             return
-        tree, late = _Folder(), {*unsynced}
+        tree: _Folders = {}
         is_new = False
         for key in keys:
             inside, parts = tree, key.split("/")
             is_new |= len(parts) == 1
             for part in parts[:-1]:
-                inside = inside.folders.setdefault(part, _Folder())
-            if key in late:
-                inside.files.append(parts[-1])
+                inside = inside.setdefault(part, {})
         with self._opened("", LISTED_FOLDER) as root, contextlib.ExitStack() as held:
-            _sync_files(root, tree.files)
             found: dict[str, int] = {}
-            for name, folder in sorted(tree.folders.items()):
+            for name in sorted(tree):
                 found[name] = fd = open_one(root, name, LISTED_FOLDER)
                 held.callback(os.close, fd)
-                _sync_inside(fd, folder)
+                _sync_inside(fd, tree[name])
                 _sync_folder(fd)
-            if is_new or not tree.folders or not all(self._safe.has(name, fd) for name, fd in found.items()):
+            if is_new or not tree or not all(self._safe.has(name, fd) for name, fd in found.items()):
                 _sync_folder(root)
                 self._safe.add(found)
 
@@ -463,12 +455,8 @@ def _write_uncached(fd: int, data: Sequence[Buffer]) -> bool:
     return True
 
 
-@dataclass(slots=True)
-class _Folder:
-    """What is to be synced in a folder."""
-
-    folders: dict[str, _Folder] = field(default_factory=dict)
-    files: list[str] = field(default_factory=list)
+_Folders = dict[str, "_Folders"]
+"""Names of folders, and what is to be synced in each."""
 
 
 class _SafeNames:
@@ -502,25 +490,15 @@ def _close_all(held: dict[str, int]) -> None:
         os.close(held.popitem()[1])
 
 
-def _sync_inside(fd: int, inside: _Folder) -> None:
+def _sync_inside(fd: int, inside: _Folders) -> None:
     """Fsync what is named in an open folder, deepest first."""
-    _sync_files(fd, inside.files)
-    for name, folder in sorted(inside.folders.items()):
+    for name in sorted(inside):
         below = open_one(fd, name, LISTED_FOLDER)
         try:
-            _sync_inside(below, folder)
+            _sync_inside(below, inside[name])
             _sync_folder(below)
         finally:
             os.close(below)
-
-
-def _sync_files(folder: int, names: Iterable[str]) -> None:
-    for name in names:
-        fd = open_one(folder, name, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 def _sync_folder(fd: int) -> None:

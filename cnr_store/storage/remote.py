@@ -61,7 +61,7 @@ class RemoteStorage(Storage):
 
         return self._ask("reading", key, read, absent=None, past_end=b"")
 
-    def _put(self, key: str, data: Sequence[Buffer], *, syncs: bool) -> None:  # noqa: ARG002 - what is put is durable
+    def _put(self, key: str, data: Sequence[Buffer]) -> None:
         only = data[0] if len(data) == 1 else None
         content = only if isinstance(only, bytes) else b"".join(data)
         self._ask("writing", key, lambda: self._pipe(key, content))
@@ -225,7 +225,7 @@ class HttpStorage(RemoteStorage):
             path=key,
         )
 
-    def _put(self, key: str, data: Sequence[Buffer], *, syncs: bool) -> None:  # noqa: ARG002
+    def _put(self, key: str, data: Sequence[Buffer]) -> None:  # noqa: ARG002
         raise self._refused("writing", key)
 
     def _create(self, key: str, data: bytes) -> tuple[CreateOutcome, BaseException | None]:  # noqa: ARG002

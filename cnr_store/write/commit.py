@@ -183,7 +183,7 @@ class Commit:
         )  # fmt: skip
         known = {} if base is None else base.tables
         digest, size, manifest = write_manifest(
-            state.setup.storage, draft.segment, document, self._staged.writer, known
+            state.setup.storage, draft.segment, document, self._staged.paths, known
         )  # fmt: skip
         self.manifest = manifest
         self.size_bytes = size + sum(entry.size for entry in manifest.objects)

@@ -179,9 +179,9 @@ class StagedSegment:
         return self._state.snapshot.manifests[self.draft.keep - 1]
 
     @property
-    def writer(self) -> SegmentWriter:
-        """The writer of this rank's objects; those of rank 0 become durable with the manifest."""
-        return self._out
+    def paths(self) -> list[str]:
+        """The objects of rank 0, whose names become durable with the manifest's."""
+        return self._out.paths
 
     def check_complete(self, user: Mapping[str, JsonValue] | None) -> None:
         """Raise `BadInput` if the commit lacks something."""
@@ -191,7 +191,7 @@ class StagedSegment:
     def write(self) -> tuple[Receipt, str | None]:
         """Put this rank's objects and return their receipt, and its sha256 if it was put: rank 0 puts none. Blocks.
 
-        The objects of rank 0 are not durable yet (`writer`).
+        The objects of rank 0 are not durable yet (`paths`).
         """
         ranks, out = self._state.setup.ranks, self._out
         base = self.base_manifest

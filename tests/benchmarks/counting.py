@@ -48,9 +48,9 @@ class CountingStorage(LocalStorage):
         self._count("get")
         return super().read_into(key, start, buffers)
 
-    def put(self, key: str, data: Content, *, syncs: bool = True) -> None:
+    def put(self, key: str, data: Content) -> None:
         self._count("put")
-        super().put(key, data, syncs=syncs)
+        super().put(key, data)
 
     def create(self, key: str, data: bytes) -> CreateOutcome:
         self._count("create")

@@ -351,7 +351,7 @@ def test_failing_hint_does_not_fail_the_append(inner: IsolatedMemoryFileSystem) 
     head = with_versions(inner, 2)
     storage = storage_from_filesystem(inner, ROOT)
 
-    def full(key: str, _data: bytes, *, syncs: bool = True) -> None:
+    def full(key: str, _data: bytes) -> None:
         raise StorageFailure(f"no room for {key}")
 
     storage.put = full  # type: ignore[method-assign, assignment]  # a disk that is full for what is not created

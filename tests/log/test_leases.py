@@ -108,10 +108,10 @@ def before_next_put(storage: Storage, action: Callable[[], None]) -> None:
     """Run ``action`` once, just before the next object is written."""
     put = storage.put
 
-    def put_later(key: str, data: bytes | memoryview, *, syncs: bool = True) -> None:
+    def put_later(key: str, data: bytes | memoryview) -> None:
         storage.put = put  # type: ignore[method-assign]
         action()
-        put(key, data, syncs=syncs)
+        put(key, data)
 
     storage.put = put_later  # type: ignore[method-assign]
 

@@ -188,10 +188,10 @@ def test_a_repeated_task_never_puts_other_bytes_where_the_result_is(
     before = {f"{prefix}{entry.path}": store.storage.read(f"{prefix}{entry.path}") for entry in merged.manifest.objects}
     puts: list[str] = []
 
-    def checked(key: str, data: bytes, *, syncs: bool = True) -> None:
+    def checked(key: str, data: bytes) -> None:
         assert before.get(key, data) == data
         puts.append(key)
-        put(key, data, syncs=syncs)
+        put(key, data)
 
     monkeypatch.setattr(store.storage, "put", checked)
     merge(store.storage, readers, (0, 3), [whole(200, 2)], workers, name=NAME)

@@ -89,26 +89,6 @@ def test_folders_are_synced_once_each_and_deepest_first(storage: Storage, shim: 
     ]
 
 
-def test_what_was_put_unsynced_is_synced_before_its_folders(storage: Storage, shim: RecordingOs) -> None:
-    for key in ("data/s/x", "data/s/y", "top"):
-        storage.put(key, b"x", syncs=key == "data/s/y")
-    assert [path for call, path in shim.calls if call == "fsync"] == ["data/s/.tmp"]
-    shim.calls.clear()
-
-    storage.sync_folders(["data/s/x", "data/s/y"], unsynced=["data/s/x", "top"])
-
-    assert shim.calls == [("fsync", path) for path in ["top", "data/s/x", "data/s", "data", "."]]
-
-
-def test_an_unsynced_object_that_is_gone_is_a_failure(storage: Storage) -> None:
-    storage.put("data/x", b"x", syncs=False)
-    storage.delete(["data/x"])
-    storage.put("data/y", b"y")
-
-    with pytest.raises(StorageFailure, match="syncing the folders"):
-        storage.sync_folders(["data/y"], unsynced=["data/x"])
-
-
 def test_the_root_is_synced_again_only_for_what_may_be_new_in_it(storage: Storage, shim: RecordingOs) -> None:
     def synced(*keys: str) -> list[str]:
         for key in keys:

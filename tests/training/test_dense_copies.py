@@ -249,9 +249,9 @@ class HeldStorage(LocalStorage):
         self.may_put = threading.Event()
         self.may_put.set()
 
-    def _put(self, key: str, data: Sequence[Buffer], *, syncs: bool) -> None:
+    def _put(self, key: str, data: Sequence[Buffer]) -> None:
         assert self.may_put.wait(60), "nobody let it go on"
-        super()._put(key, data, syncs=syncs)
+        super()._put(key, data)
 
 
 def test_a_save_that_was_torn_is_not_committed_and_the_next_one_is_whole(

@@ -286,12 +286,12 @@ def stop_after(source: Store, files: IsolatedMemoryFileSystem, segments: int, *,
     target = place(files)
     put, names = target.put, set[str]()
 
-    def stopping(key: str, data: bytes, *, syncs: bool = True) -> None:
+    def stopping(key: str, data: bytes) -> None:
         if key.startswith("data/"):
             names.add(key.split("/")[1])
             if len(names) > segments:
                 raise Stopped
-        put(key, data, syncs=syncs)
+        put(key, data)
 
     target.put = stopping  # type: ignore[method-assign]
     with pytest.raises(Stopped):

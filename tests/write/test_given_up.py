@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +20,12 @@ class RacedStorage(LocalStorage):
 
     action: Callable[[], object] | None = None
 
-    def sync_folders(self, keys: Iterable[str], *, unsynced: Collection[str] = ()) -> None:
+    def sync_folders(self, keys: Iterable[str]) -> None:
         keys = list(keys)
         if self.action is not None and any(key.startswith("data/") for key in keys):
             action, self.action = self.action, None
             action()
-        super().sync_folders(keys, unsynced=unsynced)
+        super().sync_folders(keys)
 
 
 def save(writer: Writer, step: int) -> None:

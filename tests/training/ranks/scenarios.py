@@ -98,11 +98,11 @@ class WatchedStorage(LocalStorage):
         self.reads[key] = self.reads.get(key, 0) + (found or 0)
         return found
 
-    def _put(self, key: str, data: Sequence[Buffer], *, syncs: bool) -> None:
+    def _put(self, key: str, data: Sequence[Buffer]) -> None:
         assert self.may_put.wait(60), "nobody let it go on"
         if self.fails:
             raise OSError("the disk is gone")
-        super()._put(key, data, syncs=syncs)
+        super()._put(key, data)
 
     def open(self) -> Store:
         """Open the store that is there."""
