@@ -24,6 +24,7 @@
     │   ├── TagExists
     │   ├── BranchExists
     │   ├── StoreExists
+    │   ├── PathExists
     │   ├── SaveInProgress
     │   └── CommitStateUnknown
     ├── CorruptStore               stop; never repaired silently
@@ -229,6 +230,12 @@ class StoreExists(Conflict):
     """A store, or the remains of one, already exists at the URL."""
 
     kind = "store_exists"
+
+
+class PathExists(Conflict):
+    """A local file or folder that would be replaced already exists."""
+
+    kind = "path_exists"
 
 
 class SaveInProgress(Conflict):

@@ -66,8 +66,8 @@ def open_storage(
     Raises
     ------
     BadInput
-        The protocol is unknown, the URL names no bucket or is mistyped (``s3:/bucket``), or options were given for a
-        local path.
+        The protocol is unknown, the URL names no bucket or is mistyped (``s3:/bucket``, ``file://tmp/x``), or options
+        were given for a local path.
     MissingDependency
         The driver is not installed; the message names the extra.
     UnsafeBackend
@@ -114,6 +114,13 @@ def _check_address(place: str, scheme: str, match: re.Match[str] | None) -> None
     elif scheme in known and place[match.end() :][:1] in ("", "/"):
         what = "host" if scheme in _PACKAGES else "container" if scheme in _AZURE else "bucket"
         raise BadInput(f"{redact_url(place)} names no {what}: {scheme}://{what.upper()}/PATH", found=redact_url(place))
+    elif scheme in _LOCAL and place[match.end() :][:1] != "/":
+        path = place[match.end() :]
+        raise BadInput(
+            f"{place} has no absolute path: write {scheme}:///{path}, or {path or 'PATH'} alone for a path from the "
+            "working directory",
+            found=place,
+        )
 
 
 def reopen_storage(recipe: StorageRecipe) -> Storage:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.errors import BadInput, TableNotFound, Unsupported
+from cnr_store.errors import BadInput, PathExists, TableNotFound, Unsupported
 from cnr_store.format.documents import canonical_json
 from cnr_store.format.layout import encode_name
 from cnr_store.read.snapshot import Snapshot
@@ -114,8 +114,10 @@ def export_snapshot(
     ------
     TableNotFound
         A name or pattern matches no table.
+    PathExists
+        ``path`` exists, and ``overwrite`` is False.
     BadInput
-        ``path`` exists (or is a folder that is not an export), two tensors would get one name, or a table that is not
+        ``path`` is a folder that is not an export, two tensors would get one name, or a table that is not
         named has at least 256 MiB of rows, nearly none of which are stored.
     Unsupported
         A one-dimensional slot is stored per column range; export such a table without slots.
@@ -373,7 +375,10 @@ def _check_target(target: Path, format: ExportFormat, *, overwrite: bool) -> Non
     if not target.exists():
         return
     if not overwrite:
-        raise BadInput(f"{target} exists; choose another path, or ask to overwrite it", path=str(target))
+        raise PathExists(
+            f"{target} exists; choose another path, or replace it: overwrite=True, `cnr export --overwrite`",
+            path=str(target),
+        )
     if target.is_dir() and (format == "safetensors" or not (target / INDEX_FILE).is_file()):
         raise BadInput(f"{target} is a folder, but not an export; choose another path", path=str(target))
 

@@ -57,6 +57,7 @@ TREE = [
     ("VersionRefused", "CnrStoreError", "version_refused"),
     ("MemoryMoved", "BadInput", "memory_moved"),
     ("UnsupportedModule", "Unsupported", "unsupported_module"),
+    ("PathExists", "Conflict", "path_exists"),
 ]
 
 # Second bases: what a caller who does not know this library would catch.

@@ -357,6 +357,8 @@ except MissingDependency as error:
         ("s3:/bucket/run-7", "is no URL, which begins with s3://"),
         ("S3:bucket/run-7", "is no URL, which begins with s3://"),
         ("file:/data/run-7", "is no URL, which begins with file://"),
+        ("file://data/run-7", "write file:///data/run-7, or data/run-7 alone"),
+        ("file://", "has no absolute path"),
     ],
 )
 def test_a_mistyped_url_is_bad_input(place: str, said: str) -> None:

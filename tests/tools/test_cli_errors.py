@@ -72,6 +72,24 @@ def test_error_has_its_exit_code_one_line_and_one_document(
     assert error["message"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("export s o --format foo", "'foo' is not one of 'safetensors', 'parquet', 'npy'"),
+        ("show s --version new", "'new' is not a whole number"),
+        ("show s --version -3", "'-3' is not 0 or more"),
+        ("import s f --step 1.5", "'1.5' is not a whole number"),
+        ("compact s --max-restore-ratio much", "'much' is not a number"),
+    ],
+)
+def test_a_wrong_value_is_told_with_what_was_found_and_wanted(arguments: str, message: str) -> None:
+    """The messages were pydantic's: "Value error, ...", "Input should be a valid integer, unable to parse ..."."""
+    done = cnr(*arguments.split())
+
+    assert done.code == 2
+    assert f": {message}; see `cnr {arguments.split()[0]} --help`" in done.err
+
+
 def test_damaged_identity_is_corrupt(tmp_path: Path) -> None:
     Store.create(str(tmp_path / "s"), fsync=False).close()
     identity = tmp_path / "s" / "cnr.json"

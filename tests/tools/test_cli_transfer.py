@@ -176,10 +176,14 @@ def test_export_of_an_older_version(store: Store, tmp_path: Path) -> None:
 
 
 def test_existing_target_is_kept_unless_asked(store: Store, tmp_path: Path) -> None:
+    """The exit code was 4, where the table of the docs has 5, and no message named the option."""
     target = tmp_path / "out.safetensors"
     target.write_text("mine")
 
-    assert cnr("export", root_of(store), target).code == 4
+    refused = cnr("export", root_of(store), target)
+
+    assert refused.code == 5
+    assert "--overwrite" in refused.err
     assert target.read_text() == "mine"
     assert cnr("export", root_of(store), target, "--overwrite").code == 0
     assert "model.user" in open_safetensors(target).tensors

@@ -108,7 +108,7 @@ def guarded(command: Callable[[], Any], *, as_json: bool, debug: bool) -> int:
         )  # fmt: skip
     except Exception as error:  # noqa: BLE001 - users get a message, not a traceback
         if hasattr(error, "format_message"):
-            message = error.format_message()
+            message = _usage_text(error)
             command_path = getattr(getattr(error, "ctx", None), "command_path", "cnr")
             hint = f"{message.rstrip('.')}; see `{command_path} --help`"
             return _fail(ExitCode.USAGE, "usage", hint, {}, as_json=as_json, debug=debug)
@@ -117,6 +117,25 @@ def guarded(command: Callable[[], Any], *, as_json: bool, debug: bool) -> int:
     if result == ExitCode.INTERRUPTED:
         return _fail(ExitCode.INTERRUPTED, "interrupted", "interrupted", {}, as_json=as_json, debug=False)
     return result if isinstance(result, int) else ExitCode.OK
+
+
+_WANTED = {
+    "int_parsing": "a whole number", "int_from_float": "a whole number", "float_parsing": "a number",
+    "greater_than_equal": "{ge} or more", "less_than_equal": "{le} or less",
+}  # fmt: skip
+"""What pydantic, by which newer versions of typer check values, found missing, in words for users."""
+
+
+def _usage_text(error: Any) -> str:
+    """Return typer's message, with what was found and what is wanted in place of pydantic's words."""
+    found = getattr(error.__cause__, "errors", None)
+    if found is not None:
+        first = found()[0]
+        wanted = _WANTED.get(first["type"])
+        error.message = first["msg"].removeprefix("Value error, ")
+        if wanted is not None:
+            error.message = f"'{first['input']}' is not {wanted.format(**first.get('ctx', {}))}"
+    return str(error.format_message())
 
 
 _EXTRA_OF = {"torch": "train", "torchdata": "train", "triton": "gpu", "prometheus_client": "metrics"}
