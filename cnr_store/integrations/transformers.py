@@ -69,6 +69,7 @@ class CnrTrainerCheckpoint(TrainingInStore, TrainerCallback):
     """
 
     _trainer: Trainer | None = None
+    _folder: tempfile.TemporaryDirectory[str] | None = None
 
     def train(self, trainer: Trainer) -> Any:
         """Call ``trainer.train()`` with this callback, and return its output. Blocks; all ranks call it.
@@ -85,7 +86,8 @@ class CnrTrainerCheckpoint(TrainingInStore, TrainerCallback):
         trainer._load_from_checkpoint = _nothing_to_load
         try:
             record = store.head().record
-            with tempfile.TemporaryDirectory(prefix="cnr-trainer-") as folder:
+            self._folder = tempfile.TemporaryDirectory(prefix="cnr-trainer-")
+            with self._folder as folder:
                 if record.chain:
                     _state_at(record.step, trainer.args).save_to_json(str(Path(folder, TRAINER_STATE_NAME)))
                 output = trainer.train(resume_from_checkpoint=folder if record.chain else None)
@@ -96,16 +98,17 @@ class CnrTrainerCheckpoint(TrainingInStore, TrainerCallback):
             del trainer._load_from_checkpoint
             if store is not given:
                 store.close()
-            self._store, self._trainer = given, None
+            self._store, self._trainer, self._folder = given, None, None
         return output
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, _: TrainerControl, **given: Any) -> None:
         """Attach to the model and restore; optimizer and schedule exist, and no batch is read."""
         trainer = self._trainer
-        if trainer is None:
+        if trainer is None or self._folder is None:
             raise BadInput(
                 "Trainer.train() cannot go on from a store by itself; call CnrTrainerCheckpoint.train(trainer)"
             )
+        self._folder.cleanup()  # its step has been read: a training that is killed leaves nothing behind
         try:
             len(given["train_dataloader"])
         except TypeError as error:

@@ -60,7 +60,6 @@ class Mirrors:
         self.options: dict[str, TableOptions] = {}
         self.is_complete = True
         self._folder = folder
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._held: dict[Shard, tuple[TableCodes, int | None]] = {}
         self._staged: dict[Shard, tuple[TableCodes, int]] = {}
         self._keyed: dict[Shard, KeyedMirror] = {}
@@ -163,28 +162,19 @@ class Mirrors:
     def allocator(self) -> Allocate:
         """Return a function that allocates zeroed memory for a mirror; files reserve their space on the disk.
 
-        Raises
-        ------
-        AccessDenied, StorageFailure
-            Now, or by what is returned: the folder cannot be used, or has no room.
+        What is returned raises AccessDenied or StorageFailure if the folder cannot be used, or has no room.
         """
         if self.mode != "mmap":
             return np.zeros
-        if self._scratch is None:
-            where = tempfile.gettempdir() if self._folder is None else self._folder
-            with failing_at(where, "used for a mirror"):
-                self._scratch = tempfile.TemporaryDirectory(
-                    prefix="cnr-mirror-", dir=where, ignore_cleanup_errors=True
-                )  # fmt: skip
-        folder = Path(self._scratch.name)
+        folder = tempfile.gettempdir() if self._folder is None else self._folder
 
         def allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
             if 0 in shape:
                 return np.zeros(shape, dtype)
-            # The name goes at once, the mapping keeps the file: its blocks are free when the array is.
+            # A file without a name, which the mapping keeps: its blocks are free when the array or the process is gone.
             with (
                 failing_at(folder, f"used for a mirror of {math.prod(shape) * dtype.itemsize} bytes"),
-                tempfile.NamedTemporaryFile(dir=folder) as file,
+                tempfile.TemporaryFile(dir=folder) as file,
             ):
                 reserve(file.fileno(), math.prod(shape) * dtype.itemsize)
                 return np.memmap(file, dtype=dtype, mode="r+", shape=shape)
@@ -288,9 +278,6 @@ class Mirrors:
         self._held.clear()
         self._staged.clear()
         self._keyed.clear()
-        if self._scratch is not None:
-            self._scratch.cleanup()
-            self._scratch = None
 
 
 def apply_rows(changes: Iterable[tuple[EncodedRows, TableCodes]], workers: Workers) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -153,6 +154,16 @@ def test_interrupt_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert guarded(interrupted, as_json=False, debug=False) == 130
     assert capsys.readouterr().err == "error: interrupted\n"
+
+
+def test_an_interrupt_while_the_command_is_imported_prints_nothing(tmp_path: Path) -> None:
+    """It printed a traceback from within an import. The shell's code of the signal is 130, too."""
+    (tmp_path / "typer.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from cnr_store_tools.__main__ import main; main()"
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 @pytest.mark.parametrize("option", [[], ["--json"]])

@@ -177,6 +177,28 @@ def test_rollback_makes_an_older_state_the_newest(root: Path) -> None:
     assert "version 8 has the state of version 5" in cnr("rollback", root, 5).out
 
 
+def test_rollback_to_a_version_without_a_state_is_refused(root: Path) -> None:
+    """Readers were served an empty state, without a word."""
+    done = cnr("rollback", root, 0)
+
+    assert done.code == 4
+    assert "nothing was saved yet at version 0" in done.err
+    assert cnr("show", root, "--json").document["version"] == 6
+
+
+def test_show_and_diff_list_tables_in_natural_order(tmp_path: Path) -> None:
+    """emb.10 came before emb.2."""
+    with Store.create(str(tmp_path / "s"), fsync=False) as store, store.writer() as writer:
+        for step in (1, 2):
+            with writer.begin(step, kind="baseline") as txn:
+                for number in (1, 2, 10):
+                    txn.write_table(f"emb.{number}", np.full((4, 2), step, np.float32))
+
+    for command in (["show"], ["diff", 2, 3]):
+        printed = cnr(command[0], tmp_path / "s", *command[1:]).out
+        assert printed.index("emb.1 ") < printed.index("emb.2 ") < printed.index("emb.10 ")
+
+
 def test_the_lines_of_show_before_its_tables_fit_a_narrow_terminal(root: Path) -> None:
     lines = cnr("show", root, columns=80).out.splitlines()
 

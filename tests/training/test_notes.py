@@ -91,6 +91,19 @@ def test_retention_keeps_the_best_saves(root: Path) -> None:
     assert cnr("gc", root, "--keep-best", "auc").code == 4
 
 
+def test_a_collection_by_a_metric_that_no_save_has_is_refused(root: Path) -> None:
+    """It said nothing: with a mistyped name the best versions expired."""
+    for option in ([], ["--dry-run"]):
+        done = cnr("gc", root, "--keep-last", "1", "--keep-best", "acu:1", "--grace", "0", "--force", *option)
+
+        assert done.code == 4
+        assert "'acu'" in done.err
+        assert "they have 'auc', 'loss'" in done.err
+    with Store.open(str(root)) as store:
+        assert store.steps() == [1, 2, 3, 4, 5, 6]
+    assert cnr("gc", root, "--keep-best", "acu:1").code == 0  # nothing expires
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [

@@ -1,4 +1,4 @@
-"""The ``cnr`` program: its commands by name, and the entry point."""
+"""The ``cnr`` program: its commands by name, and the call of one."""
 
 from __future__ import annotations
 

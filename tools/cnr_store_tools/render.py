@@ -17,7 +17,7 @@ from cnr_store import (
     VerifyReport,
 )
 from cnr_store_tools.output import Document, Part, table
-from cnr_store_tools.text import count_text, duration_text, ranges_text, size_text, time_text
+from cnr_store_tools.text import count_text, duration_text, natural, ranges_text, size_text, time_text
 
 SHORT_NAME = 8
 """Characters at the end of a segment's name, by which a narrow table names it."""
@@ -102,7 +102,8 @@ def _problems(title: str, problems: Sequence[Problem]) -> Iterator[Part]:
 def export_parts(report: ExportReport) -> Iterator[Part]:
     """Yield the tensors that were written."""
     title = f"step {report.step}, version {report.version}"
-    yield table(title, report.tensors, ("name", "role", "dtype", "shape"))
+    tensors = sorted(report.tensors, key=lambda tensor: natural(tensor.name))
+    yield table(title, tensors, ("name", "role", "dtype", "shape"))
     yield f"wrote {size_text(report.size_bytes)} in {count_text(len(report.files), 'file')} to {report.path}"
 
 

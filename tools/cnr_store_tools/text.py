@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,18 @@ def one_line(text: str) -> str:
     """
     joined = " ".join(text.split("\n"))
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in joined)
+
+
+def natural(name: str) -> tuple[tuple[str | tuple[int, str], ...], str]:
+    """Return the key that sorts names for people: numbers in them by their value.
+
+    >>> sorted(["emb.10", "emb.2", "emb"], key=natural)
+    ['emb', 'emb.2', 'emb.10']
+    """
+    pieces = enumerate(re.split("([0-9]+)", name))
+    # A number's length and digits, because int() refuses very long ones.
+    key = tuple((len(one.lstrip("0")), one.lstrip("0")) if at % 2 else one for at, one in pieces)
+    return key, name
 
 
 def size_text(size_bytes: int) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from cnr_store.errors import BadInput
 from cnr_store.format.commit_record import named_versions
 from cnr_store.log.retention import NO_HOLDS, Holds, RetentionPlan, RetentionPolicy, VersionVerdict, plan_retention
 from cnr_store.maintenance.gc.logs import LogVersions, referenced_segments
@@ -101,9 +102,16 @@ def plan_collection(
         Segments of expired versions that a lease or cursor still protects: marked now, deleted later.
     batch
         Segments that one record marks at most; those of one version are not split over records.
+
+    Raises
+    ------
+    BadInput
+        Checkpoints would expire, and no live version has the metric of ``keep_best``.
     """
     live = [log for log in logs if not log.is_closed]
     retention = {log.branch: _retention(log, policy, holds, times.now_ms) for log in logs}
+    if policy.keep_best is not None and any(_expire_checkpoints(log, retention[log.branch]) for log in live):
+        _check_metric(policy.keep_best.metric, live)
     needed = _staying_segments(logs, retention)
     needed_txns = {txn_of(name) for name in needed}
     given_up = _given_up(logs, retention, needed)
@@ -163,6 +171,24 @@ def _retention(log: LogVersions, policy: RetentionPolicy, holds: Mapping[str, Ho
         return plan_retention(log.head, log.versions, policy, holds.get(log.branch, NO_HOLDS), now_ms)
     ended = tuple(VersionVerdict(version.version, False, "its branch is closed") for version in log.versions)
     return RetentionPlan(log.head.floor, (), ended)
+
+
+def _expire_checkpoints(log: LogVersions, retention: RetentionPlan) -> bool:
+    """Return whether no version of some checkpoint stays."""
+    saved = {version.version: version.checkpoint for version in log.versions if version.chain}
+    staying = {saved.get(verdict.version) for verdict in retention.verdicts if verdict.stays}
+    return not staying.issuperset(saved.values())
+
+
+def _check_metric(metric: str, live: Sequence[LogVersions]) -> None:
+    """Raise for a metric that no version has: a mistyped one would let the best versions expire."""
+    found = sorted({name for log in live for version in log.versions for name in version.metrics})
+    if metric not in found:
+        raise BadInput(
+            f"keep_best is by the metric {metric!r}, which no live version has; they have "
+            f"{', '.join(map(repr, found)) or 'none at all'}. No version was expired",
+            expected=found, found=metric,
+        )  # fmt: skip
 
 
 def _staying_segments(logs: Sequence[LogVersions], retention: Mapping[str, RetentionPlan]) -> set[str]:

@@ -119,7 +119,8 @@ def collect_garbage(
     Raises
     ------
     BadInput
-        An argument is out of range, or needs ``force``.
+        An argument is out of range, or needs ``force``; or checkpoints would expire, and no version has the
+        metric of ``keep_best``.
     CorruptStore
         A log, a lease or a cursor cannot be read, so the needed segments are unknown; or a kept version lacks a
         segment.

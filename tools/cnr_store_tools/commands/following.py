@@ -13,7 +13,7 @@ from cnr_store import BadInput
 from cnr_store_tools.options import Branch, Json, StorageOptions, Url, open_store, parse_duration
 from cnr_store_tools.output import Document, Part, emit, json_line, table
 from cnr_store_tools.render import place_text
-from cnr_store_tools.text import count_text, size_text
+from cnr_store_tools.text import count_text, natural, size_text
 
 if TYPE_CHECKING:  # pyarrow is slow to import, and no other command needs it
     from cnr_store.changes import ChangeStream
@@ -87,7 +87,7 @@ def changes(
             write = streams.write_parquet if kind == "parquet" else streams.write_ipc
 
             def report_version(recorded: streams.RecordedVersion) -> None:
-                for name in sorted({*recorded.upserts, *recorded.deletes}):
+                for name in sorted({*recorded.upserts, *recorded.deletes}, key=natural):
                     counts = recorded.upserts.get(name, 0), recorded.deletes.get(name, 0)
                     report_change(_change(recorded.version, recorded.step, name, *counts))
 

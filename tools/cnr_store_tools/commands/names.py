@@ -22,6 +22,7 @@ from cnr_store_tools.options import (
 )
 from cnr_store_tools.output import Document, emit, emit_message, table, to_document
 from cnr_store_tools.render import place_text, until_text
+from cnr_store_tools.text import natural
 
 TagName = Annotated[str, typer.Argument(metavar="NAME", help="The tag.")]
 BranchName = Annotated[str, typer.Argument(metavar="NAME", help="The branch.")]
@@ -58,7 +59,7 @@ def list_channels(url: Url, branch: Branch = None, storage_option: StorageOption
 
 def _emit_names(store: Store, kind: str, names: Mapping[str, int], *, as_json: bool) -> None:
     found = []
-    for name, version in sorted(names.items()):
+    for name, version in sorted(names.items(), key=lambda item: natural(item[0])):
         record = store.record(version)
         found.append({kind: name, "version": version, "step": record.step, "time_ms": record.ts_ms})
     document: Document = {"url": store.url, "branch": store.branch, f"{kind}s": found}
@@ -113,6 +114,8 @@ def rollback(
         target = named_version(store, version, step, tag)
         if target is None:
             raise BadInput("give the version to go back to, or --step or --tag")
+        if not store.record(target).chain:
+            raise BadInput(f"nothing was saved yet at version {target}: readers would get no table", version=target)
         committed = store.rollback(target)
         found = store.record(committed).step
     document = {"url": store.url, "target": target, "version": committed, "step": found}
@@ -150,7 +153,7 @@ def list_branches(url: Url, storage_option: StorageOptions = None, json: Json = 
         heads = {head.branch: {"version": head.version, "step": head.step} for head in read_status(store).heads}
         found: list[Document] = [
             {"branch": name, "version": pin.version, "expires_ms": pin.expires_ms, "head": heads.get(name)}
-            for name, pin in sorted(store.branches().items())
+            for name, pin in sorted(store.branches().items(), key=lambda item: natural(item[0]))
         ]
     rows = [
         {
@@ -192,7 +195,7 @@ def _cursors(store: Store) -> list[Document]:
     heads = {head.branch: head.version for head in read_status(store).heads}
     names = {key: pin.name for key, pin in store.head().record.pins.items()}
     found = []
-    for name, cursor in sorted(store.cursors().items()):
+    for name, cursor in sorted(store.cursors().items(), key=lambda item: natural(item[0])):
         branch = names.get(cursor.branch, cursor.branch) or None
         found.append(to_document(cursor) | {"cursor": name, "branch": branch, "head": heads.get(branch)})
     return found

@@ -24,7 +24,7 @@ from cnr_store_tools.options import (
 )
 from cnr_store_tools.output import Document, Part, emit, emit_message, table, to_document
 from cnr_store_tools.render import SHORT_NAME, encoding_text, place_text, rate_lines
-from cnr_store_tools.text import size_text, time_text
+from cnr_store_tools.text import natural, size_text, time_text
 
 KINDS = ("rows", "codes", "scales", "slots", "dense", "documents", "metadata", "total")
 """The kinds of bytes of a segment."""
@@ -112,7 +112,7 @@ def _records(store: Store, limit: int | None) -> Iterator[Document]:
 def _names(tags: Mapping[str, int], channels: Mapping[str, int], version: int) -> Document:
     """Return the tags and channels that name a version."""
     return {
-        kind: sorted(name for name, target in named.items() if target == version)
+        kind: sorted((name for name, target in named.items() if target == version), key=natural)
         for kind, named in (("tags", tags), ("channels", channels))
     }
 
@@ -153,8 +153,12 @@ def _version(store: Store, snapshot: Snapshot) -> Document:
         "format": f"{store.identity.major}.{store.identity.minor}", "version": record.v, "kind": record.kind,
         "step": snapshot.step, "checkpoint": record.checkpoint, "time_ms": record.ts_ms, "user": record.user,
         **_names(head.tags, head.channels, record.v),
-        "tables": {name: _table(snapshot, name) for name in sorted(snapshot.tables)}, "rate": _rate(snapshot),
-        "dense": {name: {"dtype": entry.dtype, "shape": entry.shape} for name, entry in sorted(snapshot.dense.items())},
+        "tables": {name: _table(snapshot, name) for name in sorted(snapshot.tables, key=natural)},
+        "rate": _rate(snapshot),
+        "dense": {
+            name: {"dtype": snapshot.dense[name].dtype, "shape": snapshot.dense[name].shape}
+            for name in sorted(snapshot.dense, key=natural)
+        },
         "scalars": snapshot.scalars, "documents": snapshot.documents, "chain": chain, "sizes": total.as_dict(),
         "fp32_bytes": full, "ratio": _ratio(full, total.total),
     }  # fmt: skip
@@ -268,7 +272,10 @@ def diff(
     }  # fmt: skip
     drawn = table(
         f"{place_text(document)}, version {document['before']} to {document['after']}",
-        [{short.get(key, key): value for key, value in item.items()} for item in document["tables"]],
+        [
+            {short.get(key, key): value for key, value in item.items()}
+            for item in sorted(document["tables"], key=lambda item: natural(item["table"]))
+        ],
         [short.get(name, name) for name in columns], ("norm A", "removed", "added"),
     )  # fmt: skip
     needs = f"version {document['after']} needs {size_text(document['stored_bytes'])} more"

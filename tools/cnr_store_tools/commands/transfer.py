@@ -42,7 +42,7 @@ from cnr_store_tools.options import (
 from cnr_store_tools.output import emit, to_document
 from cnr_store_tools.progress import progress_bars
 from cnr_store_tools.render import export_parts
-from cnr_store_tools.text import count_text, size_text, time_text
+from cnr_store_tools.text import count_text, natural, size_text, time_text
 
 ExportFormat = Literal["safetensors", "parquet", "npy"]
 ImportFormat = Literal["safetensors", "parquet", "npy", "torch", "dcp", "torcheasyrec"]
@@ -217,7 +217,8 @@ def _import_parts(url: str, report: ImportReport) -> Iterator[str]:
         f"{name} (slots: {', '.join(report.slots[name])})" if name in report.slots else name for name in report.tables
     ]
     names = {"tables": tables, "dense": report.dense, "dropped": report.dropped, "ignored": report.ignored}
-    for key, found in names.items():
+    for key, listed in names.items():
+        found = sorted(listed, key=natural)
         if found:
             yield f"{key} ({len(found)}): {', '.join(found[:20])}{', ...' if len(found) > 20 else ''}"
 

@@ -21,6 +21,7 @@ from cnr_store import (
 )
 from cnr_store_tools.output import to_document
 from cnr_store_tools.render import encoding_text
+from cnr_store_tools.text import natural
 
 SAVED = ("baseline", "delta")
 
@@ -154,4 +155,4 @@ def _tables(snapshot: Snapshot, segments: Sequence[SegmentFacts]) -> list[TableF
         rows = schema.num_rows if schema.keys == "dense" else sum(changed)
         encoding = encoding_text(plain["encoding"], schema.shift)
         found.append(TableFacts(name, rows, schema.dim, encoding, ", ".join(slots), changed))
-    return sorted(found, key=lambda table: -table.rows * table.dim)
+    return sorted(found, key=lambda table: (-table.rows * table.dim, natural(table.name)))
