@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote
 
 import fsspec
+from fsspec.asyn import AsyncFileSystem
 
 from cnr_store.errors import AccessDenied, ReadOnlyStore, StorageFailure, UnsafeBackend
 from cnr_store.storage.base import Buffer, CreateOutcome, ObjectStat, Storage, is_key
@@ -49,9 +51,22 @@ class RemoteStorage(Storage):
         is_exclusive: bool = True,
     ) -> None:
         super().__init__(url, is_exclusive=is_exclusive)
-        self._fs = fs
+        self._driver = fs
+        self._process = os.getpid()
         self._root = root.rstrip("/")
         self._secrets = secrets
+
+    @property
+    def _fs(self) -> fsspec.AbstractFileSystem:
+        """The driver, made anew in a forked process: there the connections and the thread of the other one are dead."""
+        if self._process != os.getpid():
+            if isinstance(self._driver, AsyncFileSystem):
+                # Kept, because its finalizer would close connections that the other process still uses.
+                self._inherited = self._driver
+                options = {"skip_instance_cache": True, **self._driver.storage_options, "loop": None}
+                self._driver = type(self._driver)(*self._driver.storage_args, **options)
+            self._process = os.getpid()
+        return self._driver
 
     def _read(self, key: str, start: int, stop: int | None) -> bytes | None:
         limits = {} if start == 0 and stop is None else {"start": start, "end": stop}

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from cnr_store import Conflict, Store, TableOptions
-from tests.support.servers import Place
+from tests.support.servers import Place, web_server
 
 BACKENDS = [
     "local",
@@ -96,6 +99,42 @@ def test_of_two_racing_writers_one_wins_and_the_other_is_told(place: Place) -> N
     assert len(won) == 1
     assert "fenced" in outcomes
     assert store.snapshot().table("t").read()[0, 0] == float(won[0][-1])
+
+
+@pytest.mark.parametrize("place", BACKENDS[2:], indirect=True)
+def test_a_forked_process_reads_the_store_of_its_parent(place: Place) -> None:
+    """A regression: a worker of a DataLoader got "StorageFailure ... (RuntimeError)" from every object store."""
+    store = Store.create(place.url, storage_options=place.storage_options)
+    with store.writer() as writer, writer.begin(1) as txn:
+        txn.write_table("t", np.ones((4, 2), np.float32), options=TableOptions(scale=1.0))
+    snapshot = store.snapshot()
+
+    check_in_fork(lambda: snapshot.table("t").read().sum() == 8)
+
+    assert store.snapshot().table("t").read().sum() == 8
+
+
+def test_a_forked_process_reads_by_http_what_its_parent_opened(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "store") as written, written.writer() as writer, writer.begin(1) as txn:
+        txn.write_table("t", np.ones((4, 2), np.float32), options=TableOptions(scale=1.0))
+    with web_server(tmp_path) as url, Store.open(f"{url}/store") as store:
+        snapshot = store.snapshot()
+
+        check_in_fork(lambda: snapshot.table("t").read().sum() == 8)
+
+        assert store.snapshot().table("t").read().sum() == 8
+
+
+def check_in_fork(check: Callable[[], bool]) -> None:
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # a driver without its thread waits without end
+        passed = False
+        try:
+            passed = check()
+        finally:
+            os._exit(0 if passed else 1)
+    assert os.waitpid(child, 0) == (child, 0)
 
 
 @pytest.mark.parametrize("place", BACKENDS[2:], indirect=True)
