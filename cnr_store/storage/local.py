@@ -112,7 +112,11 @@ class LocalStorage(Storage):
     def _put(self, key: str, data: Sequence[Buffer]) -> None:
         try:
             with self._written(key, data) as (folder, temporary):
-                os.replace(temporary, _name_of(key), src_dir_fd=folder, dst_dir_fd=folder)
+                try:
+                    os.replace(temporary, _name_of(key), src_dir_fd=folder, dst_dir_fd=folder)
+                except IsADirectoryError:
+                    self._make_way(folder, key)
+                    os.replace(temporary, _name_of(key), src_dir_fd=folder, dst_dir_fd=folder)
         except OSError as error:
             raise self._failure(error, "writing", key) from error
 
@@ -149,8 +153,13 @@ class LocalStorage(Storage):
         try:
             os.link(temporary, name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
         except OSError as error:
-            if error.errno == errno.EEXIST and stat.S_ISLNK(_status(name, folder).st_mode):
+            found = _status(name, folder).st_mode if error.errno == errno.EEXIST else 0
+            if stat.S_ISLNK(found):
                 raise self._failure(_is_link(key), "creating", key) from error
+            if stat.S_ISDIR(found):
+                self._make_way(folder, key)
+                self._link(folder, temporary, key)
+                return
             if error.errno not in _NO_LINKS:
                 raise
             raise UnsafeBackend(
@@ -158,6 +167,15 @@ class LocalStorage(Storage):
                 "use another folder, or unsafe_single_writer=True if no other process ever writes",
                 path=key,
                 found=errno.errorcode.get(error.errno),
+            ) from error
+
+    def _make_way(self, folder: int, key: str) -> None:
+        """Remove an empty folder that has an object's name: on an object store it would not be there."""
+        try:
+            os.rmdir(_name_of(key), dir_fd=folder)
+        except OSError as error:
+            raise StorageFailure(
+                f"{key!r} in {self.url} is a folder with other files, in place of an object; move it away", path=key
             ) from error
 
     def _list_objects(self, folder: str) -> Iterator[ObjectStat]:

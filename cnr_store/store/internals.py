@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 from cnr_store.errors import (
     BranchNotFound,
     CnrStoreError,
@@ -22,6 +20,7 @@ from cnr_store.log.clock import check_clock, wall_ms
 from cnr_store.log.commit_log import CommitLog, RetryPolicy
 from cnr_store.log.expiry import expired_by, version_expired
 from cnr_store.runtime.arguments import checked_count
+from cnr_store.runtime.caller import warn_caller
 from cnr_store.runtime.threads import Workers
 from cnr_store.storage import Storage
 from cnr_store.store.creation import begin_log
@@ -268,5 +267,5 @@ class StoreInternals:
 def _newest_or_warn(log: CommitLog) -> LogEntry:
     entry, torn = log.newest_readable()
     if torn is not None:
-        warnings.warn(f"{torn}; serving version {entry.record.v}", RuntimeWarning, stacklevel=4)
+        warn_caller(f"{torn}; serving version {entry.record.v}")
     return entry

@@ -11,7 +11,6 @@ draws random numbers when it makes an iterator. The generators that a checkpoint
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,6 +20,7 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 
 from cnr_store.errors import BadInput, CorruptStore
 from cnr_store.read.snapshot import Snapshot
+from cnr_store.runtime.caller import warn_caller
 from cnr_store.runtime.ranks import Ranks
 from cnr_store.training.tensors import tensor_of
 
@@ -74,13 +74,12 @@ def check_stateful(name: str, value: object) -> None:
         )
     sampler = getattr(value, "sampler", None)
     if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
-        warnings.warn(
+        warn_caller(
             f"the sampler of {name} is torch's {type(sampler).__name__}, whose order is in no checkpoint: a resumed "
             "run trains some samples of the epoch twice and others not at all. Make the loader as torchdata's "
             "StatefulDataLoader(shuffle=True), also what a framework prepares, or with RandomSampler of "
-            "torchdata.stateful_dataloader.sampler",
-            RuntimeWarning, stacklevel=3,
-        )  # fmt: skip
+            "torchdata.stateful_dataloader.sampler"
+        )
 
 
 def reader_document(reader: Stateful | None, given: Any) -> dict[str, Any] | None:

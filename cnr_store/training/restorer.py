@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -20,6 +19,7 @@ from cnr_store.maintenance.repair import read_end
 from cnr_store.maintenance.verify import find_newest_whole
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.arguments import checked_choice
+from cnr_store.runtime.caller import warn_caller
 from cnr_store.runtime.ranks import Ranks, described, rank_zero, together
 from cnr_store.store import Store
 from cnr_store.training.communication_state import check_saved, stored_communication
@@ -161,7 +161,7 @@ class Restorer:
                     error.message += "; restore(fallback=True) goes on from the newest version that is whole"
                 raise
             back = go_back(control, self.store, error)
-        warnings.warn(str(back), RuntimeWarning, stacklevel=3)
+        warn_caller(str(back))
         restored = self._load(TakeOver(self.store, back.target, back.newest, back.torn), request)
         return replace(restored, fallback_from=back.damaged, problem=back.problem)
 

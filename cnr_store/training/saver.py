@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -22,6 +21,7 @@ from cnr_store.errors import (
     SaveInProgress,
     TransactionAborted,
 )
+from cnr_store.runtime.caller import warn_caller
 from cnr_store.runtime.git_commit import git_commit
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.runtime.threads import CoreWaits, busy_share
@@ -77,7 +77,7 @@ class FailureReports:
     def _raise_or_warn(self, failure: BackgroundSaveFailed) -> None:
         if self.on_error == "raise":
             raise failure
-        warnings.warn(str(failure), RuntimeWarning, stacklevel=4)
+        warn_caller(str(failure))
 
 
 class SaveState(Enum):
@@ -511,9 +511,7 @@ class Saver:
         except CnrStoreError as error:
             if self.policy.on_error == "raise":
                 raise
-            warnings.warn(
-                f"this training has not taken over {self.writer.store.url} yet: {error}", RuntimeWarning, stacklevel=3
-            )
+            warn_caller(f"this training has not taken over {self.writer.store.url} yet: {error}")
 
     # ---- the end
 
@@ -579,7 +577,7 @@ def save_due(saver: Saver) -> None:
         if policy.on_error == "raise":
             raise
         saver.mark_saved()
-        warnings.warn(f"no checkpoint at step {step}: {error}", RuntimeWarning, stacklevel=3)
+        warn_caller(f"no checkpoint at step {step}: {error}")
         return
     if saver.training.ranks.world == 1 and is_over:  # a first baseline that stalled failed in this step
         reports.report(saver.collect(wait=False))

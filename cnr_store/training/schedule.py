@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import warnings
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Literal
 
 from cnr_store.errors import BadInput
 from cnr_store.runtime.arguments import checked_count
+from cnr_store.runtime.caller import warn_caller
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.training.options import DEFAULT_OVERHEAD, SavePolicy
 from cnr_store.training.reader import IntervalReader, Stateful, reader_document
@@ -173,10 +173,7 @@ class SaveBoundary:
             try:
                 self.tracker.check_boundary()
             except BadInput as error:
-                warnings.warn(
-                    f"no checkpoint for {self._steps_off} steps although one is due: {error}",
-                    RuntimeWarning, stacklevel=3,
-                )  # fmt: skip
+                warn_caller(f"no checkpoint for {self._steps_off} steps although one is due: {error}")
         return True
 
 

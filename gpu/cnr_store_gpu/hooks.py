@@ -13,7 +13,6 @@ run outside compiled code. No hook waits for a device.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from torch import is_grad_enabled, nn
 from torch.compiler import is_compiling
 
 from cnr_store.errors import BadInput
+from cnr_store.runtime.caller import warn_caller
 from cnr_store_gpu import operators
 from cnr_store_gpu.optimizer_tables import Gradients, SteppedTables
 from cnr_store_gpu.optimizers import (
@@ -189,12 +189,10 @@ class Following:
         ]
         for watched, movement in found:
             if not movement.is_known:
-                warnings.warn(
+                warn_caller(
                     f"table {watched.table!r}: {movement.explanation}, and every save will be a baseline. "
                     f"Say what it does with TrackingOptions(assume={{{type(optimizer).__name__!r}: 'touched'}}) (a "
-                    f"RowTracker takes Movement.TOUCHED), and check it with verify_rows=1000",
-                    RuntimeWarning,
-                    stacklevel=3,
+                    f"RowTracker takes Movement.TOUCHED), and check it with verify_rows=1000"
                 )
             else:
                 self._check_movement(watched, movement)
@@ -346,11 +344,7 @@ class Following:
         before = watched.movement
         watched.movement = movement
         if movement.rows is Movement.ALL and before is not None and before.rows is not Movement.ALL:
-            warnings.warn(
-                f"table {watched.table!r}: {movement.explanation} now; its saves are full from here on",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            warn_caller(f"table {watched.table!r}: {movement.explanation} now; its saves are full from here on")
         if movement.rows is Movement.EVER_TOUCHED and not watched.keeps_ever:
             self.keep_ever(watched)
         watched.reach, watched.followed = max(watched.reach, movement.rows), movement
@@ -399,7 +393,7 @@ class Following:
                 f"{message}; call mark(table, ids) or mark_all(table) where it is written, or reset() after a restore",
                 table=watched.table,
             )
-        warnings.warn(f"{message}; all its rows count as changed", RuntimeWarning, stacklevel=3)
+        warn_caller(f"{message}; all its rows count as changed")
 
     def _explains_writes(self, watched: TrackedTable) -> bool:
         if watched.optimizer is not None:

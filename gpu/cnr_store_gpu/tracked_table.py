@@ -11,7 +11,6 @@ are right in compiled models too. Nothing here waits for a device.
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 
 from cnr_store.errors import BadInput, TableNotFound
+from cnr_store.runtime.caller import warn_caller
 from cnr_store.types import RowIds
 from cnr_store_gpu import operators
 from cnr_store_gpu import words as packed
@@ -323,11 +323,9 @@ class TrackedTables:
         if lookup.is_overwritten:
             for one in dict.fromkeys(tables):
                 one.bitmap.mark_all(one.table)
-            warnings.warn(
+            warn_caller(
                 f"the ids of a lookup in {', '.join(one.table for one in tables)} were overwritten before its update; "
-                f"all rows count as changed. Give ids that stay as they are",
-                RuntimeWarning,
-                stacklevel=3,
+                f"all rows count as changed. Give ids that stay as they are"
             )
         elif lookup.ends is None:
             one = tables[0]

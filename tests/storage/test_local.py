@@ -322,6 +322,21 @@ def test_foreign_names_are_not_listed(storage: Storage, root: Path) -> None:
     assert storage.list_folders("") == ["data"]
 
 
+def test_an_empty_folder_in_place_of_an_object_gives_way(storage: Storage, root: Path) -> None:
+    """A repair of a `zarr.json` that was a folder failed by the rename; a commit onto a folder was tried for ever."""
+    for name in ("put", "create", "put-full/file", "create-full/file"):
+        (root / name).mkdir(parents=True)
+
+    storage.put("put", b"object")
+    storage.create("create", b"object")
+
+    assert storage.read("put") == storage.read("create") == b"object"
+    for write in (storage.put, storage.create):
+        with pytest.raises(StorageFailure, match="is a folder with other files"):
+            write(f"{write.__name__}-full", b"object")
+    assert len(list(root.iterdir())) == 4  # and no temporary file
+
+
 def test_a_named_pipe_does_not_hang_a_reader(storage: Storage, root: Path) -> None:
     os.mkfifo(root / "pipe")
     has_waited = threading.Event()

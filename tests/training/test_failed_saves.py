@@ -67,8 +67,9 @@ def test_training_that_is_only_warned_goes_on_and_loses_nothing(backend: Backend
     training.train(1)
     manager.step()
     training.train(2)
-    with pytest.warns(RuntimeWarning, match="its rows are saved with the next one"):
+    with pytest.warns(RuntimeWarning, match="its rows are saved with the next one") as warned:
         manager.step()
+    assert warned[0].filename == __file__  # it was a line of the library
     while manager.is_saving:
         pass
     backend.fails = False
