@@ -22,7 +22,6 @@ from cnr_store.types import MAX_CHAIN
 
 KNOWN_READER_FEATURES: frozenset[str] = frozenset()
 KNOWN_WRITER_FEATURES: frozenset[str] = frozenset()
-RESERVED_FEATURES: frozenset[str] = frozenset({"row_classes"})
 _RAW = msgspec.json.Decoder(dict[str, Any])
 
 DATA_KINDS: frozenset[str] = frozenset({"baseline", "delta", "rollback"})

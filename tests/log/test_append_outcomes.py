@@ -387,7 +387,7 @@ def test_torn_record_in_the_way_ends_in_an_unknown_outcome(inner: IsolatedMemory
 def test_unknown_reader_feature_in_the_way_is_not_ours(inner: IsolatedMemoryFileSystem) -> None:
     head = with_versions(inner, 4)
     newer = msgspec.structs.replace(
-        head.record, v=4, parent_digest=head.digest, commit_uuid="e" * 32, reader_features=("row_classes",)
+        head.record, v=4, parent_digest=head.digest, commit_uuid="e" * 32, reader_features=("of_tomorrow",)
     )
     write_raw(inner, 4, encode_record(newer))
     log = open_log(calm(inner))

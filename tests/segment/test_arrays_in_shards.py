@@ -153,7 +153,11 @@ def test_a_table_has_an_object_for_each_shard_and_small_ones_share_them(store: S
     assert found["dense.float32"] == (10, 3)
 
 
-def test_a_whole_table_is_one_request_for_each_shard_of_neighbours(store: Store) -> None:
+def test_a_whole_table_is_one_request_for_each_shard_of_neighbours(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All begin at once: under load a decoder overtook two that waited, and read their chunks one by one."""
+    monkeypatch.setattr("cnr_store.read.prefetch.MIN_FETCHES", 5)
     states = save(store, 173)
     view = store.snapshot().table("t")
     storage_of(store).reads.clear()
