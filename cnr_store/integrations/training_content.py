@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -39,7 +38,10 @@ class ParameterGroup:
 
 @dataclass(frozen=True, slots=True)
 class SavedOptimizer:
-    """The state of an optimizer, by the model's name of the parameter and the optimizer's name of the value."""
+    """The state of an optimizer, by the model's name of the parameter and the optimizer's name of the value.
+
+    What ``get_state_dict`` of torch made of several optimizers is one here: it does not say which groups were whose.
+    """
 
     groups: tuple[ParameterGroup, ...]
     state: dict[str, dict[str, Any]]
@@ -54,7 +56,7 @@ class TrainingContent:
     tensors
         Tensors of the model by its own names, all others by their dotted place in the file.
     optimizers
-        In the order of the file.
+        In the order of the file; a restore divides their groups among the live ones.
     extras
         By name, the entries that the caller asked for.
     reader
@@ -269,10 +271,7 @@ def _named(
             for name, key in zip(names, group["params"], strict=True):
                 values = _state_of(one, key)
                 state[name] = {str(of): value for of, value in values.items() if value is not None}
-        # `get_state_dict` makes one of several optimizers; the groups of one optimizer have the same options.
-        for _, own in groupby(groups, key=lambda group: frozenset(group.options)):
-            parts = tuple(own)
-            yield SavedOptimizer(parts, {name: state[name] for part in parts for name in part.parameters})
+        yield SavedOptimizer(tuple(groups), state)
 
 
 def _names_in(group: Mapping[str, Any]) -> Sequence[str] | None:

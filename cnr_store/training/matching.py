@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 import msgspec
@@ -25,6 +26,9 @@ from cnr_store_gpu.memory import check_held
 
 Resize = Literal["fill", "model"]
 """Content of rows that only the live table has: the stored table's fill value, or the model's present values."""
+
+_OF_SCHEDULERS = frozenset(("base_momentum", "initial_lr", "max_lr", "max_momentum", "min_lr", "swa_lr"))
+"""Options that torch's schedulers add to an optimizer's groups: they say nothing of its class."""
 
 _OTHER_NAME = "to restore the rest, give it another name in the model and pass strict=False"
 
@@ -181,9 +185,10 @@ def plan_restore(
             f"{_some(plan.dense)}; map tables with tables={{stored: mine}}",
             expected=sorted(schemas), found=sorted(holdings.tables),
         )  # fmt: skip
-    state = _plan_optimizer_dense(stored_dense, plan, documents, names)
+    state = _plan_optimizer_dense(stored_dense, plan, documents, names, _places(trainer))
     missing = sorted(name for name in plan.dense if name not in stored_dense)
-    extra = sorted(n for n in stored_dense if n not in plan.dense and n not in state and n not in wanted)
+    known = plan.dense.keys() | state.keys() | wanted.keys() | plan.second_names
+    extra = sorted(name for name in stored_dense if name not in known)
     if strict:
         _refuse_unmatched("dense tensors", missing, extra)
     renamed = {mine: stored for stored, mine in names.items()}
@@ -232,8 +237,8 @@ def _refuse_other_roles(now_tables: Collection[str], now_dense: Collection[str])
         if names:
             raise BadInput(
                 f"{_some(names)} are {was} in the checkpoint and {now} here: give PrecisionPolicy(dense=, "
-                "dense_above_bytes=) and TrackingOptions(tables=) as the training did that saved; with strict=False "
-                "they are not restored",
+                "dense_above_bytes=) and TrackingOptions(tables=) as the training did that saved, or import them as "
+                f"{now} (--table); with strict=False they are not restored",
                 found=sorted(names),
             )  # fmt: skip
 
@@ -258,7 +263,7 @@ def _match_optimizers(
 
     ``tables``: those of the checkpoint.
     """
-    stored = [] if trainer is None else trainer.optimizers
+    stored = [] if trainer is None else _divided(trainer.optimizers, optimizers)
     # Tables are left out: another sharding may move their update between an optimizer and the backward pass.
     mine = {id(one.parameter): one.name for one in plan.optimized if not one.is_table}
     matched: list[OptimizerDocument | None] = []
@@ -268,7 +273,9 @@ def _match_optimizers(
         was = [[p for p in group.parameters if p not in tables] for group in document.groups] if document else []
         fits = document is not None and _is_of(document, optimizer) and was == groups
         if not fits and strict:
-            found = _summary(document.kind or "another", was) if document else "none"
+            found = _summary(document.kind or "one", was) if document else "none"
+            if document and (options := _foreign_options(document, optimizer)):
+                found += f", with options {options} that {type(optimizer).__name__} does not have"
             expected = _summary(type(optimizer).__name__, groups)
             raise BadInput(
                 f"optimizer {index} is {expected}; the checkpoint has {found}. Give optimizers and their parameters in "
@@ -292,10 +299,37 @@ def _is_of(document: OptimizerDocument, optimizer: torch.optim.Optimizer) -> boo
     """Return whether a document can be that optimizer's: by its class, or by its options if it was imported."""
     if document.kind:
         return document.kind == type(optimizer).__name__
-    return all(
-        saved.options.keys() <= group.keys()
-        for saved, group in zip(document.groups, optimizer.param_groups, strict=False)
-    )
+    return not _foreign_options(document, optimizer)
+
+
+def _foreign_options(document: OptimizerDocument, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return which options an imported optimizer has and the live one has not, without those that schedulers add."""
+    if document.kind:
+        return []
+    pairs = zip(document.groups, optimizer.param_groups, strict=False)
+    return sorted({key for saved, group in pairs for key in saved.options.keys() - group.keys()} - _OF_SCHEDULERS)
+
+
+def _places(trainer: TrainerDocument | None) -> dict[str, int]:
+    """Return by parameter which of the optimizers in the checkpoint has it, if they were imported."""
+    stored = enumerate(() if trainer is None else trainer.optimizers)
+    return {name: number for number, one in stored if not one.kind for group in one.groups for name in group.parameters}
+
+
+def _divided(
+    documents: Sequence[OptimizerDocument], optimizers: Sequence[torch.optim.Optimizer]
+) -> Sequence[OptimizerDocument]:
+    """Return imported optimizers as the live ones: ``get_state_dict`` made one of all, with their groups in order."""
+    groups = [group for document in documents for group in document.groups]
+    counts = [len(optimizer.param_groups) for optimizer in optimizers]
+    if any(document.kind for document in documents) or len(groups) != sum(counts):
+        return documents
+    state = {name: values for document in documents for name, values in document.state.items()}
+    rest = iter(groups)
+    own = [[*islice(rest, count)] for count in counts]
+    return [
+        OptimizerDocument("", part, {name: state[name] for group in part for name in group.parameters}) for part in own
+    ]
 
 
 def _plan_shard(
@@ -392,6 +426,7 @@ def _plan_optimizer_dense(
     plan: StatePlan,
     documents: Sequence[OptimizerDocument | None],
     names: Mapping[str, str],
+    places: Mapping[str, int],
 ) -> dict[str, tuple[Optimized, str]]:
     stored_name = {mine: stored for stored, mine in names.items()}
     found: dict[str, tuple[Optimized, str]] = {}
@@ -399,7 +434,7 @@ def _plan_optimizer_dense(
         if documents[one.optimizer] is None:
             continue
         name = stored_name.get(one.name, one.name) if one.is_table else one.name
-        prefix = optimizer_tensor_name(one.optimizer, name, "")
+        prefix = optimizer_tensor_name(places.get(name, one.optimizer), name, "")
         for stored in stored_dense:
             if stored.startswith(prefix) and "/" not in stored[len(prefix) :]:
                 found[stored] = (one, stored[len(prefix) :])

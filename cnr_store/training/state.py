@@ -58,12 +58,15 @@ class StatePlan:
         Every parameter that an optimizer has.
     groups
         By optimizer and group: the names of the group's parameters.
+    second_names
+        Further names of parameters that the model has under several: they are stored under the first one.
     """
 
     shards: dict[str, LocalShard]
     dense: dict[str, torch.Tensor]
     optimized: tuple[Optimized, ...]
     groups: Sequence[Sequence[Sequence[str]]]
+    second_names: frozenset[str]
 
     def owner(self, parameter: torch.Tensor) -> Optimized | None:
         """Return the optimizer's entry of a table's parameter, None if no optimizer has it."""
@@ -139,7 +142,9 @@ def plan_state(
         [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
         for optimizer in optimizers
     ]
-    return StatePlan(held, dense, tuple(optimized.values()), groups)
+    first = {name for name, _ in model.named_parameters()}
+    second = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False) if name not in first)
+    return StatePlan(held, dense, tuple(optimized.values()), groups, second)
 
 
 def optimizer_tensor_name(optimizer: int, parameter: str, key: str) -> str:

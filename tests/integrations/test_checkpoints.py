@@ -69,6 +69,11 @@ def two_groups(model: Recommender) -> list[torch.optim.Optimizer]:
     return [torch.optim.Adam([{"params": dense, "lr": 0.02}, {"params": tables}], lr=0.01)]
 
 
+def option_of_one_group(model: Recommender) -> list[torch.optim.Optimizer]:
+    tables, dense = parts(model)
+    return [torch.optim.Adam([{"params": tables, "are_tables": True}, {"params": dense}], lr=0.01)]
+
+
 OPTIMIZERS: dict[str, MakeOptimizers] = {
     "adagrad": lambda model: [torch.optim.Adagrad(model.parameters(), lr=0.1)],
     "adam": lambda model: [torch.optim.Adam(model.parameters(), lr=0.01, amsgrad=True)],
@@ -76,6 +81,10 @@ OPTIMIZERS: dict[str, MakeOptimizers] = {
     "plain sgd": lambda model: [torch.optim.SGD(model.parameters(), lr=0.01)],
     "groups in another order": two_groups,
     "with names": lambda model: [torch.optim.Adam(model.named_parameters(), lr=0.01)],
+    "an option of one group": option_of_one_group,
+    "two of one class": lambda model: two(model, torch.optim.Adagrad, torch.optim.Adagrad),
+    "two with the same options": lambda model: two(model, torch.optim.Adam, torch.optim.AdamW),
+    "two with others": lambda model: two(model, torch.optim.Adagrad, torch.optim.Adam),
 }
 SPARSE: dict[str, MakeOptimizers] = {
     "row-wise adagrad": lambda model: two(model, RowWiseAdagrad, torch.optim.Adam),
@@ -133,11 +142,18 @@ def assert_goes_on(tmp_path: Path, make: MakeOptimizers, save: SaveAs, *, sparse
     resumed = Recommender(sparse=sparse)
     optimizers = make(resumed)
     assume = TrackingOptions(assume={"RowWiseAdagrad": "touched"})
-    with CheckpointManager(tmp_path / "store", model=resumed, optimizer=optimizers, tracking=assume) as manager:
+    with CheckpointManager(
+        tmp_path / "store", model=resumed, optimizer=optimizers, tracking=assume, options=TableOptions.exact()
+    ) as manager:
         restored = manager.restore()
         assert restored is not None
         train(resumed, optimizers, range(restored.step, STEPS + MORE))
+        manager.save()
+    saved_again = Recommender(sparse=sparse)
+    others = make(saved_again)
+    load(str(tmp_path / "store"), saved_again, others)
 
+    assert state_of(saved_again, others) == state_of(resumed, optimizers)
     assert sorted(report.tables) == sorted(TABLES)
     assert not [name for name in report.dense if any(name.startswith(f"optimizer/0/{table}") for table in TABLES)]
     assert state_of(resumed, optimizers) == state_of(straight, own)
@@ -211,6 +227,47 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
 
     assert report.ignored == ("again.weight",)
     assert load(str(tmp_path / "store"), model, optimizer).tables == ("items.weight", "users.weight")
+
+
+def test_a_second_name_in_a_dcp_folder_is_left_out(tmp_path: Path) -> None:
+    """DCP stores a tied weight under each of its names."""
+    model = Recommender()
+    model.add_module("again", nn.Linear(8, 2000, bias=False))
+    model.again.weight = model.users.weight
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    train(model, [optimizer], range(1))
+    folder = dcp_by_name(tmp_path, model, [optimizer], 1)
+    trained = state_of(model, [optimizer])
+
+    with Store.create(str(tmp_path / "store"), fsync=False) as store:
+        report = import_checkpoint(store, folder, tables=TABLES, options=TableOptions.exact())
+    train(model, [optimizer], range(1, 2))
+    with CheckpointManager(
+        tmp_path / "store", model=model, optimizer=optimizer, options=TableOptions.exact()
+    ) as manager:
+        restored = manager.restore()
+        saved_next = manager.save()
+
+        assert "again.weight" in report.dense
+        assert restored is not None
+        assert state_of(model, [optimizer]) == trained
+        assert saved_next is not None
+        assert saved_next.kind == "delta"
+        assert "again.weight" not in manager.store.snapshot().dense
+
+
+def test_a_scheduler_that_is_left_out_does_not_refuse_the_optimizer(tmp_path: Path) -> None:
+    model = Recommender()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=10)
+    train(model, [optimizer], range(1))
+    with Store.create(str(tmp_path / "store"), fsync=False) as store:
+        import_checkpoint(store, saved(tmp_path, optimizer, model), tables=TABLES)
+    resumed = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    load(str(tmp_path / "store"), model, resumed)
+
+    assert resumed.param_groups[0]["max_lr"] == 0.2
 
 
 def test_numbers_that_fit_several_parameters_are_refused(tmp_path: Path) -> None:
@@ -292,7 +349,7 @@ def test_an_optimizer_with_other_options_is_refused(tmp_path: Path) -> None:
     with Store.create(str(tmp_path / "store"), fsync=False) as store:
         import_checkpoint(store, saved(tmp_path, optimizer, model), tables=TABLES)
 
-    with pytest.raises(BadInput, match="optimizer 0 is Adagrad"):
+    with pytest.raises(BadInput, match=r"optimizer 0 is Adagrad .* with options .*'betas'.* that Adagrad does not"):
         load(str(tmp_path / "store"), model, torch.optim.Adagrad(model.parameters()))
 
 
