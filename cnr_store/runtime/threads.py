@@ -131,6 +131,7 @@ class Workers(Closing):
     def __init__(self, threads: int | None = None, *, name: str = "cnr") -> None:
         self.threads = default_threads() if threads is None else checked_count("threads", threads, least=1)
         self._name = name
+        self._is_closed = False
         self._start()
 
     def _start(self) -> None:
@@ -139,6 +140,7 @@ class Workers(Closing):
 
     def close(self) -> None:
         """Wait for running tasks and end the threads. Idempotent."""
+        self._is_closed = True
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def run(self, tasks: Iterable[Callable[[], Result]]) -> list[Result]:
@@ -158,7 +160,14 @@ class Workers(Closing):
         working: list[Future[None]] = []
         try:
             for _ in range(min(self.threads, len(first))):
-                working.append(self._pool.submit(shared.work))
+                try:
+                    working.append(self._pool.submit(shared.work))
+                except RuntimeError as error:
+                    if self._is_closed or "shutdown" not in str(error):
+                        raise
+                    # The interpreter is ending, and its pools take nothing more: work on, as a loader's poll does.
+                    shared.work()
+                    break
             for future in working:
                 future.result()
         except BaseException:

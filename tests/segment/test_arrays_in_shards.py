@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,6 +32,7 @@ from cnr_store.segment.writer import SegmentWriter
 from cnr_store.storage.local import LocalStorage
 from cnr_store.types import Float32s
 from tests.support.documents import segment_document
+from tests.support.launcher import REPOSITORY
 from tests.support.memory import store_in_memory
 from tests.support.store_oracle import same_bits
 from tests.support.zarr_values import integers_of
@@ -164,6 +167,22 @@ def test_a_whole_table_is_one_request_for_each_shard_of_neighbours(
 
     assert same_bits(view.read(), states[0])
     assert len(storage_of(store).reads) == 5, "codes, and no row ids"
+
+
+def test_a_table_is_read_while_the_interpreter_ends(tmp_path: Path) -> None:
+    """A loader that was left open logged an error of its last poll: pools of threads take nothing more."""
+    program = f"""
+import atexit, pytest
+from tests.segment.test_arrays_in_shards import FarStorage, Store, same_bits, save, small
+small(pytest.MonkeyPatch(), 10)
+store = Store.create_on(FarStorage({str(tmp_path)!r}), threads=2)
+states = save(store, 173)
+atexit.register(lambda: print(same_bits(store.snapshot().table("t").read(), states[0])))
+"""
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=REPOSITORY)
+
+    assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 @pytest.mark.parametrize("limit", [1, 100, 1 << 20])
