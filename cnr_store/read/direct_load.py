@@ -1,7 +1,7 @@
 """Decodes rows that were set only once directly to floats, chunk by chunk, without an array of codes.
 
-This is the case for a compacted chain, whose load is bound by memory bandwidth. While a decoded chunk is in the CPU
-cache, its codes are added to the state digest and converted to floats.
+This is the case for a compacted chain. A chunk's codes are unpacked piece by piece: while a piece is in the CPU cache,
+it is added to the state digest and converted to floats.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ def _load(
     low, high = max(step.first, plan.start), min(step.last + 1, plan.stop)
     total = 0
     for name, out in outputs.items():
-        held = engine.values(step, plan, specs[name])[low - step.first : high - step.first]
-        total += _put(specs[name], held, out[low - plan.start : high - plan.start], step, low, plan)
+        for start, held in engine.pieces(step, plan, specs[name], low - step.first, high - step.first):
+            row = step.first + start
+            total += _put(specs[name], held, out[row - plan.start : row - plan.start + len(held)], step, row, plan)
     return total
 
 

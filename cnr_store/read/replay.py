@@ -7,8 +7,9 @@ array per thread.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from cnr_store.encodings import affine, digest, packing, row_kernels
 from cnr_store.errors import CorruptStore
+from cnr_store.format.arrays import DigitChunk
 from cnr_store.format.records import ArrayEntry, Manifest, RowListEntry
 from cnr_store.read.plan import SegmentSteps, Step, TablePlan, by_columns
 from cnr_store.runtime.threads import Workers, blocks
@@ -43,6 +45,9 @@ _MERGED_KEYS = 1 << 20
 CUT_ROWS = 16_384
 """Rows of packed codes unpacked at a time when some of their columns are cut out."""
 
+PIECE_BYTES = 1 << 20
+"""Bytes of codes unpacked at a time: they stay in the cache of a core until they are floats."""
+
 
 class ChunkReader(Protocol):
     """What a replay needs of a segment: `SegmentReader`, or one that keeps chunks for a while."""
@@ -57,6 +62,9 @@ class ChunkReader(Protocol):
 
     def read_chunk(self, entry: ArrayEntry, index: int, scratch: Scratch) -> Array:
         """See `SegmentReader.read_chunk`; the caller only reads what it gets."""
+
+    def open_chunk(self, entry: ArrayEntry, index: int, scratch: Scratch) -> DigitChunk | None:
+        """See `SegmentReader.open_chunk`."""
 
     def read_rows(self, row_list: RowListEntry, index: int, scratch: Scratch) -> RowIds:
         """See `SegmentReader.read_rows`."""
@@ -188,6 +196,26 @@ class Replay:
         if chunk.ndim == 1:
             return chunk.reshape(-1, 1)
         return chunk if step.part.columns == plan.columns else chunk[:, low:high]
+
+    def pieces(
+        self, step: Step, plan: TablePlan, spec: ArraySpec, start: int, stop: int
+    ) -> Iterator[tuple[int, Array]]:  # fmt: skip
+        """Yield rows [start, stop) of what `values` returns, a piece at a time: its first row, and (rows, columns).
+
+        The next piece overwrites it. Integers are unpacked piece by piece, where their chunk can be.
+        """
+        entry, scratch = step.row_list.arrays.get(spec.name), self.scratch(spec.name)
+        chunk = None
+        if entry is not None and step.operation == "set" and step.part.columns == plan.columns:
+            chunk = self._readers[step.segment].open_chunk(entry, step.chunk, scratch)
+        if entry is None or chunk is None:
+            yield start, self.values(step, plan, spec)[start:stop]
+            return
+        width, dtype = math.prod(entry.shape[1:]), np.dtype(entry.dtype)
+        for low, high in blocks(stop - start, max(1, PIECE_BYTES // (width * dtype.itemsize))):
+            piece = scratch.take((high - low, width), dtype)
+            chunk.unpack((start + low) * width, piece.reshape(-1))
+            yield start + low, piece
 
     def scratch(self, name: str) -> Scratch:
         """Return the calling thread's memory of that name."""

@@ -305,6 +305,20 @@ class SegmentReader:
         arrays.decode_chunk(entry, self._read_stored(entry, index), out, where, memory)
         return out[: arrays.real_rows(entry, index)]
 
+    def open_chunk(self, entry: ArrayEntry, index: int, scratch: Scratch) -> arrays.DigitChunk | None:
+        """Return the entry's chunk ``index`` of integers, decompressed into ``scratch``'s memory, not unpacked yet.
+
+        None where `read_chunk` has to decode it whole: a keeper may have it, it is stored in the order of a slot, other
+        lists have rows in it, or its codec is another than ``digits``.
+        """
+        low, high = entry.span(index)
+        is_own = self._keeper is None and high - low == arrays.real_rows(entry, index)
+        if entry.codec != "digits" or entry.order is not msgspec.UNSET or not is_own:
+            return None
+        where = layout.segment_key(self.name, arrays.chunk_path(entry, index))
+        memory = scratch.spare.take((arrays.chunk_bytes(entry),), np.dtype(np.uint8))
+        return arrays.open_chunk(entry, self._read_stored(entry, index), where, memory)
+
     def read_rows(self, row_list: RowListEntry, index: int, scratch: Scratch) -> RowIds:
         """Return the row ids of chunk ``index``: sorted, unique, within the manifest's range for it.
 

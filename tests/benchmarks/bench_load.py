@@ -106,10 +106,13 @@ def note_parts(report: harness.Report, local: Local) -> None:
     entry, reader = _codes(local.store), local.store.snapshot().readers[-1]
     segment = Path(local.store.url) / segment_prefix(reader.name)
 
-    def read() -> list[bytes]:
-        return [stored_bytes(segment, entry, index) for index in range(arrays.chunk_count(entry))]
+    chunks = range(arrays.chunk_count(entry))
 
-    data = read()
+    def read() -> None:
+        for index in chunks:  # none is kept: memory that is taken anew costs more than what is read into it
+            stored_bytes(segment, entry, index)
+
+    data = [stored_bytes(segment, entry, index) for index in chunks]
     codes = np.empty(arrays.chunk_shape(entry), entry.dtype)
     multipliers = digest.column_multipliers(0, DIM)
 

@@ -17,6 +17,8 @@ from cnr_store.encodings import digest, kernels
 from cnr_store.errors import CorruptObject
 from cnr_store.read.direct_load import is_direct
 from cnr_store.read.plan import TablePlan
+from cnr_store.read.replay import Replay
+from cnr_store.segment.codes import array_specs
 from cnr_store.segment.decoded import InPlace
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.shards import Shard
@@ -32,6 +34,7 @@ ROWS, DIM, CHUNK_BYTES = 100, 6, 6 * 16 * 2
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cnr_store.format.arrays.CHUNK_BYTES", CHUNK_BYTES)
     monkeypatch.setattr("cnr_store.read.direct_load.BLOCK_ROWS", 5)
+    monkeypatch.setattr("cnr_store.read.replay.PIECE_BYTES", 7 * DIM * 2)
 
 
 def new_store(folder: Path) -> Store:
@@ -105,6 +108,21 @@ def test_chunks_decoded_into_a_mirror_are_those_that_are_copied_there(
     assert any(placed) == (in_place != {})
 
 
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_chunk_in_pieces_has_the_rows_of_the_whole_one(tmp_path: Path, kind: str) -> None:
+    with baseline(tmp_path / "s", kind) as store:
+        view = store.snapshot().table("t")
+        plan, engine = plan_of(view), Replay(store.snapshot().readers, store.internals.workers)
+        step = plan.batches[0].steps[2]
+        for spec in array_specs(plan.schema, plan.columns).values():
+            whole = engine.values(step, plan, spec)[1:-1].copy()
+            pieces = [(first, one.copy()) for first, one in engine.pieces(step, plan, spec, 1, step.num_rows - 1)]
+
+            assert [first for first, _ in pieces] == [1, *(first + len(one) for first, one in pieces[:-1])]
+            assert same_bits(np.concatenate([one for _, one in pieces]), whole)
+            assert (len(pieces) > 1) == (spec.is_integer and spec.width == DIM)
+
+
 def test_rows_that_a_refined_scale_moves_are_read_straight_too(tmp_path: Path) -> None:
     values = np.random.default_rng(1).standard_normal((ROWS, DIM)).astype(np.float32) * 100
     with new_store(tmp_path / "s") as store:
@@ -164,17 +182,17 @@ def test_a_later_delta_of_the_rows_goes_by_way_of_codes(tmp_path: Path) -> None:
 
 
 def test_a_wrong_code_is_found_by_the_state_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read_chunk = SegmentReader.read_chunk
+    open_chunk = SegmentReader.open_chunk
 
     def altered(self: SegmentReader, entry: Any, index: int, scratch: Any) -> Any:
-        chunk = read_chunk(self, entry, index, scratch)
-        if index == 3:
-            chunk.reshape(-1)[1] += 1
+        chunk = open_chunk(self, entry, index, scratch)
+        if index == 3 and chunk is not None:
+            chunk.planes[1] ^= 1
         return chunk
 
     with baseline(tmp_path / "s", "lattice") as store:
         view = store.snapshot().table("t")
-        monkeypatch.setattr(SegmentReader, "read_chunk", altered)
+        monkeypatch.setattr(SegmentReader, "open_chunk", altered)
         slots: dict[str, None] = dict.fromkeys(view.schema.slots)
 
         with pytest.raises(CorruptStore, match="decodes to state digest"):
