@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from cnr_store.runtime.fences import prefetch
 from cnr_store.runtime.jit import njit
 from cnr_store.types import MAX_CODE
 
@@ -42,6 +43,9 @@ _ONE = np.uint64(1)
 _ZERO = np.uint64(0)
 _LIMIT = np.float32(MAX_CODE)
 _EXPONENT_32 = 0x7F800000
+
+AHEAD = 16
+"""Rows ahead that a loop over row ids asks memory for: touched rows lie far apart, and a core looks few rows ahead."""
 
 
 @_compiled
@@ -196,6 +200,8 @@ def lattice_delta(values, rows, mirror, row_base, scale, multipliers, out, flags
     n, d = values.shape
     size = mirror.shape[0]
     for i in range(n):
+        if i + AHEAD < n:
+            prefetch(mirror, rows[i + AHEAD] - row_base)
         index = rows[i] - row_base
         bad = np.int32(0)
         row_code = np.int32(0)
@@ -346,6 +352,8 @@ def float_bits_delta(bits, rows, mirror, row_base, shift, multipliers, out, flag
     n, d = bits.shape
     size = mirror.shape[0]
     for i in range(n):
+        if i + AHEAD < n:
+            prefetch(mirror, rows[i + AHEAD] - row_base)
         index = rows[i] - row_base
         bad = np.int32(0)
         fold_code = np.int32(0)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from cnr_store.encodings.kernels import AHEAD
+from cnr_store.runtime.fences import prefetch
 from cnr_store.runtime.jit import njit
 
 _compiled = njit(nogil=True, error_model="numpy")
@@ -24,6 +26,8 @@ def put_codes(acc, rows, row_base, codes, left_shift):  # type: ignore[no-untype
     size = acc.shape[0]
     k = np.int64(left_shift)
     for i in range(n):
+        if i + AHEAD < n:
+            prefetch(acc, rows[i + AHEAD] - row_base)
         index = rows[i] - row_base
         if index < 0 or index >= size:
             return np.int64(i)
@@ -44,6 +48,8 @@ def add_codes(acc, rows, row_base, codes, left_shift):  # type: ignore[no-untype
     size = acc.shape[0]
     k = np.int64(left_shift)
     for i in range(n):
+        if i + AHEAD < n:
+            prefetch(acc, rows[i + AHEAD] - row_base)
         index = rows[i] - row_base
         if index < 0 or index >= size:
             return np.int64(i)
@@ -66,6 +72,8 @@ def add_codes_wrapping(acc, rows, row_base, codes):  # type: ignore[no-untyped-d
     n, d = codes.shape
     size = acc.shape[0]
     for i in range(n):
+        if i + AHEAD < n:
+            prefetch(acc, rows[i + AHEAD] - row_base)
         index = rows[i] - row_base
         if index < 0 or index >= size:
             return np.int64(i)

@@ -340,6 +340,23 @@ def test_rows_outside_the_target_are_reported_and_nothing_is_written(row: int) -
     assert not acc.any()
 
 
+@pytest.mark.parametrize("row", [-(1 << 62), 1 << 62])
+def test_a_row_that_memory_is_asked_for_may_lie_anywhere(row: int) -> None:
+    count = kernels.AHEAD + 4
+    rows, codes = np.arange(count, dtype=np.int64), np.ones((count, 2), np.int32)
+    rows[-1] = row
+    acc, flags, out = np.zeros((count, 2), np.int32), np.zeros(count, np.uint8), np.zeros((count, 2), np.int32)
+    multipliers = column_multipliers(0, 2)
+
+    delta = kernels.lattice_delta(np.ones((count, 2), np.float32), rows, acc, 0, np.float32(1), multipliers, out, flags)
+
+    assert delta[2] == count - 1
+    assert row_kernels.put_codes(acc, rows, 0, codes, 0) == count - 1
+    assert row_kernels.add_codes(acc, rows, 0, codes, 0) == count - 1
+    assert row_kernels.add_codes_wrapping(acc, rows, 0, codes) == count - 1
+    np.testing.assert_array_equal(acc, [[3, 3]] * (count - 1) + [[0, 0]])
+
+
 def test_narrowed_takes_the_narrowest_width() -> None:
     assert widths.narrowed(np.array([32767, -32768], np.int32)).dtype == np.int16
     assert widths.narrowed(np.array([32768], np.int32)).dtype == np.int32
