@@ -173,7 +173,7 @@ def refused_rows(table: str, row: int, count: int) -> NonFiniteValues:
     return NonFiniteValues(
         f"row {row} of table {table!r}{f' and {count - 1} more' * (count > 1)}: NaN, Inf or a value beyond the range "
         "of its codes, in the weights or a slot; nothing was written. Find where training diverged, or keep such rows "
-        'exactly: TableOptions(nonfinite="escape")',
+        'exactly: TableOptions(nonfinite="escape"), `cnr import --nonfinite escape`',
         table=table, expected="finite, within the code range", found=row,
     )  # fmt: skip
 

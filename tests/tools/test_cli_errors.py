@@ -180,6 +180,16 @@ def test_output_that_cannot_be_written_is_an_error_with_its_own_code(
     assert done.stderr == "error: [Errno 28] No space left on device\n"
 
 
+def test_a_closed_output_is_no_defect(run_code: RunCode, root: Path) -> None:
+    """A process that was started without standard output printed a traceback."""
+    for argv in (["log", str(root)], ["log", str(root), "--json"], ["log", "nowhere", "--json"]):
+        program = "import sys; sys.stdout = sys.stderr = None; from cnr_store_tools.cli import main"
+
+        done = run_code(f"{program}; sys.argv = {['cnr', *argv]!r}; main()")
+
+        assert (done.returncode, done.stdout, done.stderr) == (3 if "nowhere" in argv else 0, "", "")
+
+
 @pytest.mark.parametrize("command", ["log", "--help", "help of log", "--version"])
 def test_a_closed_pipe_ends_with_141_and_no_message(run_code: RunCode, root: Path, command: str) -> None:
     """The help of the whole program, which is printed while arguments are parsed, once ended with 1."""

@@ -26,6 +26,7 @@ from cnr_store.transfer.exporting import export_snapshot
 from cnr_store.transfer.importing import ImportPlan, check_planned, commit_import, import_tensors, plan_import
 from cnr_store.transfer.safetensors_file import Tensor, TensorFile, TensorSpec, open_safetensors, write_safetensors
 from tests.support.snapshot_bytes import bytes_of
+from tests.support.store_oracle import same_bits
 from tests.tools.cli_runner import cnr
 
 Array = npt.NDArray[Any]
@@ -187,6 +188,23 @@ def test_existing_target_is_kept_unless_asked(store: Store, tmp_path: Path) -> N
     assert target.read_text() == "mine"
     assert cnr("export", root_of(store), target, "--overwrite").code == 0
     assert "model.user" in open_safetensors(target).tensors
+
+
+def test_an_export_with_rows_that_are_not_finite_is_imported_again(root: Path, tmp_path: Path) -> None:
+    """The command had no way to keep such rows, which the store that was exported had."""
+    file, copy = tmp_path / "out.safetensors", tmp_path / "copy"
+    assert cnr("export", root, file).code == 0
+    refused = cnr("import", copy, file, "--create", "--exact")
+
+    done = cnr("import", copy, file, "--create", "--exact", "--nonfinite", "escape")
+
+    assert (refused.code, done.code) == (4, 0)
+    assert "--nonfinite escape" in refused.err
+    assert not np.isfinite(safetensors.numpy.load_file(file)["user"]).all()
+    assert cnr("export", copy, tmp_path / "again.safetensors", "--table", "user").code == 0
+    rows = [safetensors.numpy.load_file(one)["user"] for one in (file, tmp_path / "again.safetensors")]
+    assert same_bits(*rows)
+    assert re.search(r"user .* (inf|nan)", cnr("diff", root, 2, 5).out), "it was blank"
 
 
 def test_folder_that_no_export_made_is_never_replaced(store: Store, tmp_path: Path) -> None:

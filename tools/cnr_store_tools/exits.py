@@ -268,6 +268,9 @@ class GuardedGroup(TyperGroup):
         **extra: Any,
     ) -> Any:
         """Run the command in ``args`` (None: the process's arguments), and exit with its code."""
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # the process was started with it closed
+                setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
         given = list(sys.argv[1:] if args is None else args)
         words = [word for word in given if word not in ("--debug", "-v", "--verbose")]
         with log_printed(is_wanted="-v" in given or "--verbose" in given):

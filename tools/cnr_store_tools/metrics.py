@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from cnr_store import CnrStoreError, HeadStatus, LastMaintenance, StoreStatus
-from cnr_store.errors import MissingDependency
+from cnr_store.errors import MissingDependency, StorageFailure
 from cnr_store_tools.text import one_line
 
 try:
@@ -159,14 +159,17 @@ def serve_metrics(collector: StoreCollector, host: str, port: int, announce: Cal
 
     Raises
     ------
-    OSError
+    StorageFailure
         The port is in use, or the address is not this machine's.
     """
     # A pipe, not an Event: Event.set takes a lock, which this thread may have when the handler interrupts it.
     ended, end = os.pipe()
     before = signal.signal(signal.SIGTERM, lambda *_: os.write(end, b"."))
     try:
-        server, thread = prometheus_client.start_http_server(port, host, registry_of(collector))
+        try:
+            server, thread = prometheus_client.start_http_server(port, host, registry_of(collector))
+        except OSError as error:
+            raise StorageFailure(f"cannot serve on {host}, port {port}: {error.strerror or error}") from error
         try:
             announce(host, server.server_port)
             os.read(ended, 1)

@@ -101,7 +101,7 @@ def channel(
 def rollback(
     url: Url,
     version: Annotated[
-        int | None, typer.Argument(metavar="[VERSION]", min=0, help="The version whose state becomes the head's.")
+        int | None, typer.Argument(metavar="VERSION", min=0, help="The version whose state becomes the head's.")
     ] = None,
     step: Step = None,
     tag: Tag = None,
@@ -114,7 +114,7 @@ def rollback(
         target = named_version(store, version, step, tag)
         if target is None:
             raise BadInput("give the version to go back to, or --step or --tag")
-        if not store.record(target).chain:
+        if store.relay is None and not store.record(target).chain:
             raise BadInput(f"nothing was saved yet at version {target}: readers would get no table", version=target)
         committed = store.rollback(target)
         found = store.record(committed).step

@@ -133,7 +133,7 @@ def _sentence(report: RelayReport) -> str:
         count_text(report.objects, "object"), size_text(report.bytes),
     ]  # fmt: skip
     if report.skipped:
-        parts.append(f"{report.skipped} positions without data")
+        parts.append(f"{count_text(report.skipped, 'position')} without data")
     if report.reused_objects:
         parts.append(f"{count_text(report.reused_objects, 'object')} already there")
     if report.trimmed_segments:

@@ -261,8 +261,9 @@ def diff(
         document: Document = {
             "url": store.url, "branch": store.branch, "before": old.version, "after": new.version,
             "stored_bytes": sum(entry.bytes for entry in new.record.chain if entry.seg not in known),
-            "tables": to_document(compare_tables(old, new)),
         }  # fmt: skip
+        compared = compare_tables(old, new)
+        document["tables"] = to_document(compared)
     columns = (
         "table", "changed", "added", "removed", "norm_before", "norm_after", "norm_difference", "largest_difference"
     )  # fmt: skip
@@ -273,8 +274,8 @@ def diff(
     drawn = table(
         f"{place_text(document)}, version {document['before']} to {document['after']}",
         [
-            {short.get(key, key): value for key, value in item.items()}
-            for item in sorted(document["tables"], key=lambda item: natural(item["table"]))
+            {short.get(name, name): getattr(item, name) for name in columns}  # NaN, which the document has as null
+            for item in sorted(compared, key=lambda item: natural(item.table))
         ],
         [short.get(name, name) for name in columns], ("norm A", "removed", "added"),
     )  # fmt: skip

@@ -55,7 +55,9 @@ _SUFFIXES: dict[str, ExportFormat] = {".safetensors": "safetensors", ".parquet":
 
 def export(
     url: Url,
-    path: Annotated[Path, typer.Argument(help="The file (safetensors) or folder (parquet, npy) to write.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="The file (safetensors) or folder (parquet, npy) to write.")
+    ],
     format: Annotated[  # noqa: A002 - the option's name
         ExportFormat | None,
         typer.Option("--format", "--to", "-f", help="Default: by the suffix of PATH, else safetensors."),
@@ -91,8 +93,9 @@ def import_(
     path: Annotated[
         Path,
         typer.Argument(
+            metavar="PATH",
             help="A safetensors file, a folder of an earlier export (Parquet, npy), a file of torch.save or a folder "
-            "of torch.distributed.checkpoint (both without pickle), or TorchEasyRec's folder of dumped deltas."
+            "of torch.distributed.checkpoint (both without pickle), or TorchEasyRec's folder of dumped deltas.",
         ),
     ],
     format: Annotated[  # noqa: A002 - the option's name
@@ -134,6 +137,10 @@ def import_(
     max_error: Annotated[
         float | None, typer.Option("--max-error", help="Largest error of an element, instead of --bits.")
     ] = None,
+    nonfinite: Annotated[
+        Literal["refuse", "escape"],
+        typer.Option("--nonfinite", help="Rows with NaN or Inf: an error, or kept as they are."),
+    ] = "refuse",
     create: Annotated[bool, typer.Option("--create", help="Create the store if there is none.")] = False,
     replace: Annotated[
         bool, typer.Option("--replace", help="Drop tables of the newest version that the file lacks.")
@@ -147,7 +154,7 @@ def import_(
     resumes the training, with --exact to the last bit. Each step that TorchEasyRec dumped becomes a version; those that
     the store has are skipped.
     """
-    options = _table_options(exact, bits, max_error)
+    options = _table_options(exact, bits, max_error, nonfinite)
     if not path.exists():
         raise NotFound(f"there is no file {path}", path=str(path))
     chosen = format or _import_format(path)
@@ -180,7 +187,7 @@ def import_(
 
 
 def _import_dump(
-    url: str, path: Path, options: TableOptions | None, storage_option: list[str] | None, *, create: bool,
+    url: str, path: Path, options: TableOptions, storage_option: list[str] | None, *, create: bool,
     replace: bool, json: bool,
 ) -> None:  # fmt: skip
     from cnr_store.integrations.torcheasyrec import check_dump, import_dump
@@ -234,14 +241,16 @@ def _opened(url: str, storage_option: list[str] | None, check: Callable[[], None
     return Store.create(url, **place_options(storage_option))
 
 
-def _table_options(exact: bool, bits: int | None, max_error: float | None) -> TableOptions | None:
+def _table_options(
+    exact: bool, bits: int | None, max_error: float | None, nonfinite: Literal["refuse", "escape"]
+) -> TableOptions:
     if exact + (bits is not None) + (max_error is not None) > 1:
         raise BadInput("give at most one of --exact, --bits and --max-error")
     if exact:
-        return TableOptions.exact()
+        return TableOptions.exact(nonfinite=nonfinite)
     if bits is not None:
-        return TableOptions(bits=check_bits(bits))
-    return None if max_error is None else TableOptions(max_error=max_error)
+        return TableOptions(bits=check_bits(bits), nonfinite=nonfinite)
+    return TableOptions(max_error=max_error, nonfinite=nonfinite)
 
 
 def copy(
