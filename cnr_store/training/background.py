@@ -263,6 +263,7 @@ def _write_and_commit(job: SaveJob) -> None:
         started = time.perf_counter()
         transaction.commit()
     job.commit_s = time.perf_counter() - started
+    job.staged.make_room()
     job.cpu_s = background_cpu_s() - cpu_s + (job.read.cpu_s if job.read else 0.0)
 
 

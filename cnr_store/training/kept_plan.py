@@ -33,7 +33,7 @@ from cnr_store.training.state import (
 from cnr_store.training.tensors import WEIGHT
 from cnr_store.write.table_options import TableOptions
 from cnr_store_gpu.bitmap import RowLists
-from cnr_store_gpu.small_copies import RowRequests, TensorLists
+from cnr_store_gpu.host_copies import RowRequests, TensorLists
 
 _WALKS = ("named_parameters", "named_buffers", "named_modules", "state_dict")
 """Methods of a module that decide what its state is; where a class has its own, the plan is not kept."""

@@ -54,7 +54,7 @@ from cnr_store.write.mirrors import MirrorMode, check_mirror_folder
 from cnr_store.write.schema_choice import encoding_name
 from cnr_store.write.table_options import TableOptions
 from cnr_store_gpu import RowTracker, Taken, WatchedShard, kernels, warmup
-from cnr_store_gpu.small_copies import gather_parts
+from cnr_store_gpu.host_copies import gather_parts
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_args
@@ -198,7 +197,7 @@ def looking_again(load: Callable[[], Loaded], *, is_head: bool) -> Loaded:
 
 
 def load(
-    store: str | os.PathLike[str] | Store,
+    store: str | Store,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,

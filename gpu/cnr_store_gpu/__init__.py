@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from cnr_store_gpu.bitmap import DeviceBitmaps, RowBitmap, Taken
 from cnr_store_gpu.gather import RowRequest, gather_rows
+from cnr_store_gpu.host_copies import JoinedCopies
 from cnr_store_gpu.optimizers import Movement, RowMovement, row_movement, row_slots, rows_with_state, scalar_state
 from cnr_store_gpu.quantize import LatticeCodes
 from cnr_store_gpu.row_union import Cumulative
 from cnr_store_gpu.shards import ChangeSource, WatchedShard
-from cnr_store_gpu.small_copies import JoinedCopies
 from cnr_store_gpu.staging import Staged, StagingBuffers
 from cnr_store_gpu.tables import ModelTable, plan_tables
 from cnr_store_gpu.tracker import RowTracker

@@ -13,23 +13,26 @@ were released.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy.typing as npt
 import torch
 
 from cnr_store.errors import BackgroundSaveFailed, BadInput, CnrStoreError
+from cnr_store.runtime.threads import Workers
 from cnr_store.types import RowIds
 from cnr_store_gpu.delivery import Delivery, Key, StagedArray, StagedIds, deliver
 from cnr_store_gpu.gather import RowRequest, check_range, common_rows, index_of, select_rows
+from cnr_store_gpu.host_copies import HostCopies, HostLayout, JoinedCopies, host_copies
 from cnr_store_gpu.pinned import PINNED_BYTES, TransitRing, block_sizes
 from cnr_store_gpu.quantize import LatticeCodes, check_codable
-from cnr_store_gpu.small_copies import JoinedCopies, SmallCopies, SmallLayout, small_copies
 from cnr_store_gpu.transfer import Transfer, transfer_for
 
 
@@ -40,20 +43,24 @@ class Staged:
     ----------
     size_bytes
         Bytes of the gathered rows, as floats.
+    make_room
+        Prepares memory for a gather of more rows after the release, so that this does not pay for its pages while the
+        training waits. Blocks; from any thread, before the release.
     """
 
     def __init__(self, tables: Collection[str], give_back: Callable[[], None]) -> None:
         self.size_bytes = 0
+        self.make_room: Callable[[], None] = lambda: None
         self._tables = tables
         self._names: dict[str, tuple[str, ...]] = {}
         self._give_back: Callable[[], None] | None = give_back
         self._here = Delivery()
         self._under_way: list[Future[Delivery]] = []
-        self._small: SmallCopies | None = None
+        self._plain: HostCopies | None = None
         self._merging, self._releasing = threading.Lock(), threading.Lock()
 
     def name(self, table: str, names: Iterable[str]) -> None:
-        """Say which tensors a table has that is not small."""
+        """Say which tensors a table has that is not among the plain ones."""
         self._names[table] = tuple(names)
 
     def expect(self, delivery: Delivery | Future[Delivery]) -> None:
@@ -63,10 +70,10 @@ class Staged:
         else:
             self._add(delivery)
 
-    def add_small(self, small: SmallCopies) -> None:
-        """Add copies of small tables, once; their tensors are made when they are asked for."""
-        self._small = small
-        self.size_bytes += small.size_bytes
+    def add_plain(self, copies: HostCopies) -> None:
+        """Add copies of plain tables, once; their tensors are made when they are asked for."""
+        self._plain = copies
+        self.size_bytes += copies.size_bytes
 
     @property
     def is_ready(self) -> bool:
@@ -109,8 +116,8 @@ class Staged:
         """By table: int64, as they were asked for. Blocks as `wait` if they were on a device."""
         if self._here.row_ids.keys() != self._names.keys():
             self.wait()
-        small = {} if self._small is None else self._small.row_ids
-        return {table: self._here.row_ids[table] if table in self._names else small[table] for table in self._tables}
+        plain = {} if self._plain is None else self._plain.row_ids
+        return {table: self._here.row_ids[table] if table in self._names else plain[table] for table in self._tables}
 
     @property
     def tensors(self) -> Mapping[str, dict[str, torch.Tensor]]:
@@ -119,7 +126,7 @@ class Staged:
         Without what is in `codes` instead. Views of memory that a gather after the release overwrites, made when a
         table is looked up.
         """
-        return _TensorsByTable(self._tables, self._names, self.wait()._here.tensors, self._small)
+        return _TensorsByTable(self._tables, self._names, self.wait()._here.tensors, self._plain)
 
     def arrays(self, table: str, as_array: Callable[[torch.Tensor], npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
         """Return `tensors` of one table as arrays, each as ``as_array`` converts it. Blocks as `wait`.
@@ -127,8 +134,8 @@ class Staged:
         ``as_array`` returns an array that shares the memory of a contiguous host tensor, with as many elements.
         """
         self.wait()
-        if self._small is not None and table in self._small:
-            return self._small.arrays_of(table, as_array)
+        if self._plain is not None and table in self._plain:
+            return self._plain.arrays_of(table, as_array)
         return {name: as_array(tensor) for name, tensor in self.tensors[table].items()}
 
     def joined(self, as_array: Callable[[torch.Tensor], npt.NDArray[Any]]) -> list[JoinedCopies]:
@@ -137,7 +144,7 @@ class Staged:
         ``as_array`` as in `arrays`. What other tables have is in `arrays` and `codes` alone.
         """
         self.wait()
-        return [] if self._small is None else self._small.joined(as_array)
+        return [] if self._plain is None else self._plain.joined(as_array)
 
     @property
     def codes(self) -> dict[str, torch.Tensor]:
@@ -147,7 +154,7 @@ class Staged:
     @property
     def host_bytes(self) -> int:
         """Bytes of what is handed out: those that crossed from the device. Blocks as `wait`."""
-        return self.wait()._here.size_bytes + (0 if self._small is None else self._small.size_bytes)
+        return self.wait()._here.size_bytes + (0 if self._plain is None else self._plain.size_bytes)
 
     def release(self) -> None:
         """Let a later gather use the memory, once the copies have arrived.
@@ -167,11 +174,11 @@ class _TensorsByTable(Mapping[str, dict[str, torch.Tensor]]):
     tables: Collection[str]
     names: Mapping[str, tuple[str, ...]]
     arrived: Mapping[tuple[str, str], torch.Tensor]
-    small: SmallCopies | None
+    plain: HostCopies | None
 
     def __getitem__(self, table: str) -> dict[str, torch.Tensor]:
-        if self.small is not None and table in self.small:
-            return self.small.tensors_of(table)
+        if self.plain is not None and table in self.plain:
+            return self.plain.tensors_of(table)
         return {name: self.arrived[table, name] for name in self.names[table] if (table, name) in self.arrived}
 
     def __iter__(self) -> Iterator[str]:
@@ -184,6 +191,15 @@ class _TensorsByTable(Mapping[str, dict[str, torch.Tensor]]):
 GROWTH = 1.125
 """Spare room of a buffer that had to grow: row counts drift, and each growth pays page faults again."""
 
+SPARE_BYTES = 64 * 1024 * 1024
+"""Room that `KeptMemory.reserve` makes beside what a save took: pages of 64 MiB take 30 ms at their first use."""
+
+PAGE_BYTES = 4096
+
+
+_Place = tuple[Key, torch.dtype, torch.device]
+_PLAIN: Key = ("rows", "", "")
+
 
 @dataclass(slots=True)
 class KeptMemory:
@@ -193,12 +209,27 @@ class KeptMemory:
     it: the next caller that takes a buffer gets the same bytes.
     """
 
-    _flat: dict[tuple[Key, torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict)
+    _flat: dict[_Place, torch.Tensor] = field(default_factory=dict)
+    _next: dict[_Place, torch.Tensor] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(flat.numel() * flat.element_size() for flat in list(self._flat.values()))
+        return sum(flat.numel() * flat.element_size() for flat in [*self._flat.values(), *self._next.values()])
+
+    def reserve(self, key: Key, size_bytes: int, at_most: int) -> None:
+        """Have host memory ready for up to `SPARE_BYTES` more than this, and no more than ``at_most``, for `take`.
+
+        What was taken before stays valid until then. Without enough memory nothing is reserved.
+        """
+        place = (key, torch.uint8, torch.device("cpu"))
+        flat = self._flat.get(place)
+        if flat is not None and flat.numel() >= min(size_bytes + SPARE_BYTES // 2, at_most):
+            return
+        with contextlib.suppress(RuntimeError, MemoryError):
+            flat = torch.empty(min(size_bytes + SPARE_BYTES, at_most), dtype=torch.uint8)
+            flat[::PAGE_BYTES] = 0
+            self._next[place] = flat
 
     def take(
         self,
@@ -225,6 +256,8 @@ class KeptMemory:
         """
         needed = math.prod(shape)
         place = (key, dtype, torch.device(device))
+        if place in self._next:
+            self._flat[place] = self._next.pop(place)
         flat = self._flat.get(place)
         if flat is None or flat.numel() < needed:
             self._flat.pop(place, None)
@@ -288,7 +321,8 @@ class StagingBuffers:
         self._ways: dict[torch.device, tuple[Transfer, TransitRing]] = {}
         self._slots: list[_Slot] = []
         self._free: list[_Slot] = []
-        self._small: SmallLayout | None = None
+        self._layout: HostLayout | None = None
+        self._workers = Workers(name="cnr-copy")
         self._like: object = None
         self._lock = threading.Lock()
 
@@ -348,13 +382,15 @@ class StagingBuffers:
         return staged
 
     def free(self) -> None:
-        """Give the memory back; blocks until copies under way are over.
+        """Give the memory back, and end the threads; blocks until copies under way are over.
 
         Copies that were not released stay valid; their memory is not used again.
         """
         with self._lock:
             self._slots.clear()
             self._free.clear()
+        self._workers.close()
+        self._workers = Workers(name="cnr-copy")
         ways, self._ways = self._ways, {}
         for transfer, ring in ways.values():
             if transfer is not self._given:
@@ -380,13 +416,14 @@ class StagingBuffers:
         rest: Mapping[str, RowRequest] = requests
         if self._given is None:
             is_like = like is not None and like is self._like
-            small = small_copies(requests, without=self.quantize, known=self._small, is_like=is_like)
-            self._small, self._like = small.layout, like
-            if len(small.rest) < len(requests):
-                memory = slot.memory.take(("small rows", "", ""), (small.end,), torch.uint8, at_most=small.most)
-                small.copy(requests, memory)
-                staged.add_small(small)
-                rest = {table: requests[table] for table in requests if table in small.rest}
+            plain = host_copies(requests, without=self.quantize, known=self._layout, is_like=is_like)
+            self._layout, self._like = plain.layout, like
+            if len(plain.rest) < len(requests):
+                memory = slot.memory.take(_PLAIN, (plain.end,), torch.uint8, at_most=plain.most)
+                plain.copy(requests, memory, self._workers)
+                staged.add_plain(plain)
+                staged.make_room = partial(slot.memory.reserve, _PLAIN, plain.end, plain.most)
+                rest = {table: requests[table] for table in requests if table in plain.rest}
         for table, request in rest.items():
             staged.name(table, request.tensors)
             index, num_rows = index_of(request.row_ids), common_rows(request.tensors)

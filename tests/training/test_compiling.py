@@ -14,12 +14,12 @@ import torch
 from cnr_store.encodings import affine_kernels, kernels
 from cnr_store.runtime import addresses
 from cnr_store.training import CheckpointManager
-from cnr_store_gpu import small_copies, words
+from cnr_store_gpu import host_copies, words
 
 STALL = [
     affine_kernels.greedy_params, affine_kernels.squared_errors, affine_kernels.first_bad_row,
     kernels.lattice_squared_error, kernels.lattice_squared_errors, words._count_spans, words._list_spans,
-    small_copies._part_outside, small_copies._gather_parts, addresses._are_equal,
+    host_copies._gather_parts, addresses._are_equal,
 ]
 model = torch.nn.ModuleList([torch.nn.Embedding(rows, 4, sparse=True) for rows in (500, 5)])
 optimizer = torch.optim.Adagrad(model.parameters())

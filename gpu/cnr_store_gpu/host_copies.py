@@ -1,8 +1,8 @@
-"""Copies of a few rows of each of many tables in host memory: all of them by one call.
+"""Copies of rows of many tables in host memory, into one piece of memory: by one kernel, on several threads.
 
 Why this module exists: a save copies while the training waits, and a call of torch per tensor takes longer than the
-rows of a small table. Here Python collects addresses, and one kernel copies. What is not small, not in host memory or
-not contiguous is copied by torch, tensor by tensor.
+rows of a small table. Here Python collects addresses, and one kernel copies. What is not in host memory or not
+contiguous is copied by torch, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import partial
+from itertools import chain, pairwise
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -21,12 +22,16 @@ from numba import carray  # type: ignore[attr-defined]
 
 from cnr_store.runtime.addresses import address_of, int32s_at, int64s_at
 from cnr_store.runtime.jit import njit
+from cnr_store.runtime.threads import Workers
 from cnr_store.types import RowIds
 from cnr_store_gpu.bitmap import RowLists
 from cnr_store_gpu.gather import RowRequest, check_range, index_of
 
 SMALL_BYTES = 1 << 18
-"""Copies of one table above it go through torch: there its threads count for more than the call."""
+"""Copies of one table above it do not lie end to end with those of others: they are encoded by themselves."""
+
+TASK_BYTES = 1 << 19
+"""What a thread copies at a time."""
 
 _UNIT = 4
 _ALIGNMENT = 16
@@ -132,7 +137,7 @@ def tensors_of(requests: Mapping[str, RowRequest]) -> tuple[TensorLists, Sequenc
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SmallLayout:
+class HostLayout:
     """What of the requests of a gather follows from the names, kinds and sizes of their tensors: kept between gathers.
 
     Attributes
@@ -178,7 +183,7 @@ class SmallLayout:
         return _kinds(tensors) == self.kinds and _sizes(candidates) == self.sizes
 
 
-def _layout(lists: TensorLists, tensors: Sequence[torch.Tensor]) -> SmallLayout:
+def _layout(lists: TensorLists, tensors: Sequence[torch.Tensor]) -> HostLayout:
     names, lengths = lists.names, lists.lengths
     kinds = _kinds(tensors)
     candidates = [
@@ -207,7 +212,7 @@ def _layout(lists: TensorLists, tensors: Sequence[torch.Tensor]) -> SmallLayout:
     for owner, form in forms.items():
         alike[owner] = numbers.setdefault(tuple(form), len(numbers))
     groups = alike[owners] * (max(lengths, default=0) + 1) + plain - (ends - lengths)[owners]
-    return SmallLayout(
+    return HostLayout(
         lists, kinds, candidates, sizes, is_plain, plain.tolist(), owners, num_rows[plain], row_bytes[plain], shapes,
         alike, np.argsort(groups, kind="stable"), groups,
     )  # fmt: skip
@@ -234,8 +239,8 @@ _Place = tuple[str, torch.dtype, int, tuple[int, ...], int]
 
 
 @dataclass(slots=True, eq=False)
-class SmallCopies:
-    """The small ones among the requests of a gather, of any number of tables: copied by `copy`.
+class HostCopies:
+    """The plain ones among the requests of a gather, of any number of tables: copied by `copy`.
 
     Attributes
     ----------
@@ -244,7 +249,7 @@ class SmallCopies:
     size_bytes
         Bytes of their copies.
     layout
-        To be given to the next `small_copies`.
+        To be given to the next `host_copies`.
     end, most
         Bytes of the memory that `copy` is given, and of that for all rows of these tables.
     """
@@ -252,11 +257,12 @@ class SmallCopies:
     row_ids: Mapping[str, Any]
     rest: frozenset[str]
     size_bytes: int
-    layout: SmallLayout
+    layout: HostLayout
     end: int
     most: int
     _chosen: npt.NDArray[np.int64]
-    """Of each copy: where its tensor is among the plain ones of the layout."""
+    """Of each copy: where its tensor is among the plain ones of the layout; those of small tables first."""
+    _num_small: int
     _parts: npt.NDArray[np.int64]
     _ids: RowIds
     """What the parts have addresses of."""
@@ -268,20 +274,24 @@ class SmallCopies:
     def __contains__(self, table: str) -> bool:
         return table in self.row_ids and table not in self.rest
 
-    def copy(self, requests: Mapping[str, RowRequest], memory: torch.Tensor) -> None:
+    def copy(self, requests: Mapping[str, RowRequest], memory: torch.Tensor, workers: Workers) -> None:
         """Copy the rows as they are now into ``memory``, uint8 (end,) of the host. Blocks until it is done.
 
         Raises
         ------
         BadRowIds
-            Ids outside of a table; nothing was written.
+            Ids outside of a table; what is in ``memory`` makes no sense then.
         """
         self._flat = memory
         parts = self._parts.copy()
         parts[:, 4] += memory.data_ptr()
-        outside = gather_parts(parts)
-        if outside >= 0:
-            at = self._chosen[outside]
+        owners, cuts = np.arange(len(parts)), [0, len(parts)]
+        if self.size_bytes > 2 * TASK_BYTES and workers.threads > 1:
+            parts, owners, cuts = _cut(parts)
+        found = workers.run(partial(gather_parts, parts[a:b]) for a, b in pairwise(cuts))
+        outside = [a + at for a, at in zip(cuts, found, strict=False) if at >= 0]
+        if outside:
+            at = self._chosen[owners[outside[0]]]
             check_range(
                 index_of(requests[self.layout.lists.tables[self.layout.owners[at]]].row_ids), self.layout.num_rows[at]
             )
@@ -311,12 +321,12 @@ class SmallCopies:
         return found
 
     def joined(self, as_array: Callable[[torch.Tensor], npt.NDArray[Any]]) -> list[JoinedCopies]:
-        """Return the copies of all tables, those of tables that are alike together; ``as_array`` as in `arrays_of`."""
-        layout, chosen = self.layout, self._chosen
+        """Return the copies of small tables, those that are alike together; ``as_array`` as in `arrays_of`."""
+        layout, chosen = self.layout, self._chosen[: self._num_small]
         owners, tensors = layout.owners[chosen], [*map(layout.plain.__getitem__, chosen.tolist())]
         starts = _are_first(layout.groups[chosen]).nonzero()[0]
         found: dict[int, JoinedCopies] = {}
-        for first, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(chosen)], strict=True):
+        for first, stop in pairwise([*starts.tolist(), len(chosen)]):
             number, counts = int(layout.alike[owners[first]]), self._parts[first:stop, 1]
             if number not in found:
                 tables = [*map(layout.lists.tables.__getitem__, owners[first:stop].tolist())]
@@ -354,11 +364,11 @@ class SmallCopies:
         return self._places[table]
 
 
-def small_copies(
-    requests: Mapping[str, RowRequest], *, without: Collection[str] = (), known: SmallLayout | None = None,
+def host_copies(
+    requests: Mapping[str, RowRequest], *, without: Collection[str] = (), known: HostLayout | None = None,
     is_like: bool = False,
-) -> SmallCopies:  # fmt: skip
-    """Return the small, plain ones of the requests. Reads no row; what it takes for a table is a few calls of C.
+) -> HostCopies:  # fmt: skip
+    """Return the plain ones of the requests. Reads no row; what it takes for a table is a few calls of C.
 
     Parameters
     ----------
@@ -385,9 +395,10 @@ def small_copies(
     starts = np.array([*map(torch.Tensor.data_ptr, plain)], np.int64)
     held = np.array([*map(torch.Tensor.is_contiguous, plain)], bool) & (starts != 0)  # 0: the storage was freed
     sizes = counts[layout.owners] * layout.row_bytes
-    fits &= np.bincount(layout.owners, sizes, len(tables)) <= SMALL_BYTES
     fits &= np.bincount(layout.owners, ~held | (starts % _UNIT != 0), len(tables)) == 0
-    chosen = layout.order[fits[layout.owners[layout.order]]]
+    is_small = np.bincount(layout.owners, sizes, len(tables)) <= SMALL_BYTES
+    small, large = (layout.order[one[layout.owners[layout.order]]] for one in (fits & is_small, fits & ~is_small))
+    chosen = np.concatenate([small, large])
     owners, rows, row_bytes, sizes = (one[chosen] for one in (layout.owners, layout.num_rows, layout.row_bytes, sizes))
     rest = frozenset(tables[at] for at in np.flatnonzero(~fits).tolist())
     joined, lengths = np.empty(0, np.int64), counts
@@ -405,7 +416,7 @@ def small_copies(
     if len(chosen):
         whole = rows * row_bytes
         end, most = int(begins[-1] + sizes[-1]), int(_begins(whole, layout.groups[chosen])[-1] + whole[-1])
-    return SmallCopies(all_ids, rest, int(sizes.sum()), layout, end, most, chosen, parts, joined)
+    return HostCopies(all_ids, rest, int(sizes.sum()), layout, end, most, chosen, len(small), parts, joined)
 
 
 def _are_plain(ids: Sequence[RowIds | torch.Tensor]) -> npt.NDArray[np.bool_]:
@@ -443,28 +454,37 @@ PART_FIELDS = 6
 """Numbers of a part of `gather_parts`."""
 
 
-@njit(nogil=True)
-def _part_outside(parts: Any) -> int:
-    for k in range(parts.shape[0]):
-        ids = carray(int64s_at(parts[k, 0]), (parts[k, 1],))
-        end = np.uint64(parts[k, 2])
-        for i in range(ids.size):
-            if np.uint64(ids[i]) >= end:  # a negative id is a huge one
-                return k
-    return -1
+def _cut(
+    parts: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], list[int]]:
+    """Cut parts into such of at most `TASK_BYTES`; returns them, whose each is, and where tasks of about that begin."""
+    row_bytes = parts[:, 5] * _UNIT
+    most = np.maximum(TASK_BYTES // row_bytes, 1)
+    counts = -(-parts[:, 1] // most)
+    owners = np.repeat(np.arange(len(parts)), counts)
+    first = (np.arange(len(owners)) - np.repeat(counts.cumsum() - counts, counts)) * most[owners]
+    cut = parts[owners]
+    cut[:, 0] += 8 * first
+    cut[:, 1] = np.minimum(cut[:, 1] - first, most[owners])
+    cut[:, 4] += first * row_bytes[owners]
+    tasks = (cut[:, 1] * row_bytes[owners]).cumsum() // TASK_BYTES
+    return cut, owners, [0, *(np.flatnonzero(np.diff(tasks)) + 1).tolist(), len(cut)]
 
 
 @njit(nogil=True)
-def _gather_parts(parts: Any) -> None:
+def _gather_parts(parts: Any) -> int:
     for k in range(parts.shape[0]):
-        count, size = parts[k, 1], parts[k, 5]
+        count, end, size = parts[k, 1], np.uint64(parts[k, 2]), parts[k, 5]
         ids = carray(int64s_at(parts[k, 0]), (count,))
         rows = carray(int32s_at(parts[k, 3]), (parts[k, 2], size))
         out = carray(int32s_at(parts[k, 4]), (count, size))
         for i in range(count):
             row = ids[i]
+            if np.uint64(row) >= end:  # a negative id is a huge one
+                return k
             for j in range(size):
                 out[i, j] = rows[row, j]
+    return -1
 
 
 def gather_parts(parts: npt.NDArray[np.int64]) -> int:
@@ -480,9 +500,6 @@ def gather_parts(parts: npt.NDArray[np.int64]) -> int:
     Returns
     -------
     int
-        -1, or the first part with an id outside of its source: then nothing was written.
+        -1, or the first part with an id outside of its source: what follows that id was not copied.
     """
-    outside = int(_part_outside(parts))
-    if outside < 0:
-        _gather_parts(parts)
-    return outside
+    return int(_gather_parts(parts))

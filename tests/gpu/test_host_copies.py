@@ -12,7 +12,7 @@ from cnr_store.errors import BadRowIds, BadShape
 from cnr_store.training.tensors import as_array
 from cnr_store_gpu import Cumulative, RowBitmap, RowRequest, RowTracker, StagingBuffers, gather_rows
 from cnr_store_gpu.bitmap import RowLists, TakenRows
-from cnr_store_gpu.small_copies import SMALL_BYTES, RowRequests, TensorLists, small_copies
+from cnr_store_gpu.host_copies import TASK_BYTES, RowRequests, TensorLists, host_copies
 from cnr_store_gpu.tables import rows_with_gradient
 from cnr_store_gpu.words import rows_of, rows_of_spans
 
@@ -104,7 +104,7 @@ def test_a_union_of_rows_that_are_taken_together_is_that_of_each_table(data: st.
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_small_copies_equal_gather_rows(data: st.DataObject) -> None:
+def test_host_copies_equal_gather_rows(data: st.DataObject) -> None:
     random = np.random.default_rng(data.draw(st.integers(0, 99)))
     requests = {}
     for number in range(data.draw(st.integers(1, 5))):
@@ -137,7 +137,7 @@ def test_small_copies_equal_gather_rows(data: st.DataObject) -> None:
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_small_copies_that_are_alike_lie_end_to_end(data: st.DataObject) -> None:
+def test_host_copies_that_are_alike_lie_end_to_end(data: st.DataObject) -> None:
     """Also in the gathers after the first, of other rows and tables that are not small any more."""
     random = np.random.default_rng(data.draw(st.integers(0, 99)))
     tables: dict[str, dict[str, torch.Tensor]] = {}
@@ -212,6 +212,50 @@ def test_requests_end_to_end_copy_what_requests_by_table_do(data: st.DataObject)
         staged.release()
 
 
+def test_copies_that_threads_share_equal_gather_rows() -> None:
+    random = np.random.default_rng(0)
+    requests = {}
+    for number, (count, dim, dtype) in enumerate(
+        [(9_000, 64, torch.float32), (0, 8, torch.float32), (5, 2, torch.float64), (300, 2_048, torch.float16)] * 2
+    ):
+        weight = torch.from_numpy(random.standard_normal((4_000, dim))).to(dtype)
+        slots = {"sum": torch.arange(4_000.0), "wide": weight.double()}
+        requests[f"t{number}"] = RowRequest(random.integers(0, 4_000, count), {"weight": weight, **slots})
+    buffers = StagingBuffers()
+
+    staged = buffers.gather(requests)
+
+    assert staged.size_bytes > 8 * TASK_BYTES
+    for table, request in requests.items():
+        expected = gather_rows(request.tensors, request.row_ids)
+        assert all(torch.equal(staged.tensors[table][name], one) for name, one in expected.items()), table
+    staged.release()
+    request = requests["t4"]
+    assert isinstance(request.row_ids, np.ndarray)
+    request.row_ids[-1] = 4_000
+    with pytest.raises(BadRowIds, match="between 0 and 4000"):
+        buffers.gather(requests)
+    buffers.free()
+
+
+def test_room_that_was_made_is_what_the_next_gather_takes() -> None:
+    """Behind the stall, so that a gather of more rows pays for no pages. Copies that are held stay as they are."""
+    tensors = {"weight": torch.randn(1000, 8)}
+    buffers = StagingBuffers()
+    staged = buffers.gather({"t": RowRequest(np.arange(10), tensors)})
+    taken, before = staged.tensors["t"]["weight"], buffers.capacity_bytes
+
+    staged.make_room()
+
+    assert torch.equal(taken, tensors["weight"][:10])
+    assert buffers.capacity_bytes == before + 1000 * 8 * 4
+    staged.release()
+    again = buffers.gather({"t": RowRequest(np.arange(1000), tensors)})
+    assert buffers.capacity_bytes == 1000 * 8 * 4
+    again.make_room()
+    assert buffers.capacity_bytes == 1000 * 8 * 4
+
+
 def test_a_gather_like_the_one_before_copies_the_tensors_as_they_are_now() -> None:
     buffers, kind = StagingBuffers(), object()
     tensors = {"weight": torch.arange(8.0).view(4, 2), "sum": torch.arange(4.0)}
@@ -243,18 +287,17 @@ def test_a_row_outside_of_a_small_table_is_refused_before_any_copy() -> None:
         buffers.gather({"bad": RowRequest(np.array([0]), {"weight": good, "sum": torch.ones(3)})})
 
 
-def test_what_is_large_quantized_strided_or_odd_is_not_copied_as_small() -> None:
+def test_what_is_quantized_strided_or_odd_is_not_copied_with_others() -> None:
     rows, table = np.arange(2), torch.ones(4, 2)
 
     def is_taken(row_ids: np.ndarray, **tensors: torch.Tensor) -> bool:  # type: ignore[type-arg]
-        return "t" in small_copies({"t": RowRequest(row_ids, tensors)}, without={"coded"})
+        return "t" in host_copies({"t": RowRequest(row_ids, tensors)}, without={"coded"})
 
     assert is_taken(rows, weight=table)
-    assert "t" not in small_copies({"t": RowRequest(rows, {"weight": table})}, without={"t"})
+    assert "t" not in host_copies({"t": RowRequest(rows, {"weight": table})}, without={"t"})
     assert not is_taken(rows, weight=torch.ones(2, 4).T)
     assert not is_taken(rows, weight=torch.ones(4, 3, dtype=torch.float16))
     assert not is_taken(rows, weight=table, momentum=table.to_sparse(1))
     assert not is_taken(rows[:, None], weight=table)
     assert not is_taken(rows.astype(np.int32), weight=table)
-    assert not is_taken(np.zeros(SMALL_BYTES // 8 + 1, np.int64), weight=table)
     assert not is_taken(rows)
