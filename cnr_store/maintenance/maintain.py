@@ -160,7 +160,7 @@ def compact(
     engine: Engine = "threads",
     workers: int | None = None,
     bytes_per_s: float | None = None,
-    deadline_s: float | None = None,
+    budget_s: float | None = None,
     force: bool = False,
     dry_run: bool = False,
     progress: ProgressCallback | None = None,
@@ -185,7 +185,7 @@ def compact(
         Number of concurrent threads, processes or tasks; None uses all of the machine or cluster.
     bytes_per_s
         Limit on the bytes written per second, over all workers.
-    deadline_s
+    budget_s
         Begin no task after so many seconds. The next call reuses finished tasks.
     force
         Continue although another compaction appears to be active. Always safe, but work may be done twice.
@@ -194,7 +194,7 @@ def compact(
     progress
         Called with the stage ``compact`` of each run, in bytes.
     clock
-        Returns seconds, for ``deadline_s``.
+        Returns seconds, for ``budget_s``.
 
     Returns
     -------
@@ -232,9 +232,9 @@ def compact(
     started = clock()
     reports: list[CompactionReport] = []
     while len(reports) < MAX_COMPACTIONS:
-        left_s = None if deadline_s is None else max(0.0, started + deadline_s - clock())
+        left_s = None if budget_s is None else max(0.0, started + budget_s - clock())
         report = compact_run(
-            store, policy=policy, engine=engine, workers=workers, bytes_per_s=bytes_per_s, deadline_s=left_s,
+            store, policy=policy, engine=engine, workers=workers, bytes_per_s=bytes_per_s, budget_s=left_s,
             force=force, dry_run=dry_run or left_s == 0, progress=progress,
         )  # fmt: skip
         reports.append(report)
@@ -306,11 +306,11 @@ def maintain(
     store.internals.check_begun()
     started = clock()
 
-    def compact_log(stage: Stage, deadline_s: float | None) -> StageReport:
+    def compact_log(stage: Stage, budget_s: float | None) -> StageReport:
         def compact_one(log: Store) -> tuple[CompactionReport, ...]:
             return compact(
                 log, policy=compaction, engine=engine, workers=workers, bytes_per_s=bytes_per_s,
-                deadline_s=deadline_s, dry_run=dry_run, progress=progress, clock=clock,
+                budget_s=budget_s, dry_run=dry_run, progress=progress, clock=clock,
             )  # fmt: skip
 
         if stage.branch is None:
@@ -322,10 +322,10 @@ def maintain(
         with branch:
             return _compacted(stage, compact_one(branch), is_dry_run=dry_run)
 
-    def collect(stage: Stage, deadline_s: float | None) -> StageReport:
+    def collect(stage: Stage, budget_s: float | None) -> StageReport:
         report = collect_garbage(
             store, policy=retention, grace_s=grace_s, orphan_age_s=orphan_age_s, dry_run=dry_run, force=force,
-            deadline_s=deadline_s, progress=progress,
+            budget_s=budget_s, progress=progress,
         )  # fmt: skip
         try:
             report = replace(report, segments=with_sizes(store.storage, report.segments))

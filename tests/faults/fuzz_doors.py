@@ -192,12 +192,12 @@ class Visit:
 
     def verify(self) -> None:
         with opened(self.shared) as store:
-            verify_store(store, every=self.chance.random() < 0.5)
+            verify_store(store, all_versions=self.chance.random() < 0.5)
 
     def verify_deep(self) -> None:
         """`verify` does not report a version as sound if a read finds it damaged."""
         with opened(self.shared) as store:
-            report = verify_store(store, every=True, deep=True, threads=1)
+            report = verify_store(store, all_versions=True, deep=True, threads=1)
             for place, error in self.errors.items():
                 if isinstance(error, CorruptStore) and report.is_sound:
                     raise Wrong(f"verify finds nothing, and {place} is refused: {error}") from error

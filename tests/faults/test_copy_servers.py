@@ -31,7 +31,7 @@ def check(place: Place, source: Store) -> None:
         for mine, theirs in zip(MINE, THEIRS, strict=True):
             assert bytes_of(copy.snapshot(mine)) == bytes_of(source.snapshot(theirs))
         assert copy.tags() == {"good": 2}
-        assert verify_store(copy, every=True, deep=True).is_sound
+        assert verify_store(copy, all_versions=True, deep=True).is_sound
         with copy.writer() as writer:
             writer.restore()
             with writer.begin(step=99) as txn:

@@ -67,7 +67,7 @@ class Copied:
         assert copy.latest_version() == 6
         assert [bytes_of(copy.snapshot(version)) for version in (1, 2, 3, 4)] == self.truth
         assert (copy.tags(), copy.channels()) == ({"first": 1}, {"serving": 3})
-        assert verify_store(copy, every=True).problems == ()
+        assert verify_store(copy, all_versions=True).problems == ()
 
 
 def test_calm_copy_is_right() -> None:

@@ -278,7 +278,7 @@ def done_on_full_disk(disk: Disk, doing: Doing, level: int) -> str:
     with inline(Store.open(store.url, threads=1)) as fresh:
         assert fresh.head().record.chain == before.record.chain
         assert differing(read_state(fresh.snapshot()), model.expected()) == [], f"level {level}"
-        assert verify_store(fresh, every=True).problems == ()
+        assert verify_store(fresh, all_versions=True).problems == ()
     do()
     if doing is saving:
         model.train(SEED, DELTAS + 1)

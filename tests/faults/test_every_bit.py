@@ -135,7 +135,7 @@ class Sweep:
         self.objects = {path.removeprefix(f"{ROOT}/"): file.getvalue() for path, file in self.files.store.items()}
         self.count = Count()
         with self.open() as store:
-            report = verify_store(store, every=True, deep=True, threads=1)
+            report = verify_store(store, all_versions=True, deep=True, threads=1)
             assert report.problems == ()
             self.newest = store.latest_version()
             self.tags = store.tags()
@@ -177,7 +177,7 @@ class Sweep:
             assert IDENTITY in changes, "cannot be opened"
             return
         with store:
-            named = {problem.path for problem in verify_store(store, every=True, deep=True, threads=1).problems}
+            named = {problem.path for problem in verify_store(store, all_versions=True, deep=True, threads=1).problems}
             for key in changes.keys() - named:
                 if key == commit_key(self.newest) and changes[key] is None:
                     assert HINT in named, f"{key} is not named, and nothing says that it is gone"

@@ -398,7 +398,7 @@ class Life:
             assert differing(read_state(store.snapshot(channel=name)), self.saved[step].state) == []
         collect(store)
         assert unreferenced(store) == []
-        assert verify_store(store, every=True, deep=True).problems == ()
+        assert verify_store(store, all_versions=True, deep=True).problems == ()
         store.close()
 
     def __str__(self) -> str:

@@ -86,4 +86,4 @@ def test_a_relay_from_disk_to_a_bucket_has_the_same_bytes(s3_place: Place, tmp_p
             assert bytes_of(near.snapshot()) == bytes_of(store.snapshot())
             for stat in [*near.storage.list_objects(DATA), *near.storage.list_objects(COMMITS)]:
                 assert near.storage.read(stat.key) == store.storage.read(stat.key)
-            assert verify_store(near, every=True, deep=True).is_sound
+            assert verify_store(near, all_versions=True, deep=True).is_sound

@@ -28,7 +28,7 @@ OTHER_KINDS = {"hole_in_the_log": "missing_object"}
 @pytest.mark.parametrize("case", sorted(path.name for path in GOLDEN.iterdir() if (path / "store").is_dir()))
 def test_golden_store_is_sound(case: str) -> None:
     with Store.open(str(GOLDEN / case / "store"), threads=1) as store:
-        report = verify_store(store, every=True, deep=True, threads=1)
+        report = verify_store(store, all_versions=True, deep=True, threads=1)
 
     assert report.problems == ()
 
@@ -40,7 +40,7 @@ def test_damage_of_every_vector_is_found(name: str, tmp_path: Path) -> None:
     vectors.apply(root, VECTORS[name]["patch"])
 
     with Store.open(str(root), threads=1) as store:
-        report = verify_store(store, every=True, deep=True, threads=1)
+        report = verify_store(store, all_versions=True, deep=True, threads=1)
 
     hurting = {problem.kind for problem in report.problems if problem.versions}
     if name in NO_DAMAGE:

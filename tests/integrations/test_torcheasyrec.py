@@ -73,7 +73,7 @@ def test_each_step_of_a_dump_becomes_a_version_with_its_exact_state(store: Store
         assert (record.step, record.kind) == (step, "baseline" if step == 900 else "delta")
         for table, rows in states[step].items():
             assert_rows(store.snapshot(version), table, {k: decoded(v) for k, v in rows.items()} if as_bytes else rows)
-    assert verify_store(store, every=True, deep=True).is_sound
+    assert verify_store(store, all_versions=True, deep=True).is_sound
 
 
 def test_rows_of_eight_bits_are_stored_as_differences_within_their_error(store: Store, dump: Path) -> None:

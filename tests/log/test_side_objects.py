@@ -269,7 +269,7 @@ def test_an_old_version_reads_without_its_lists(store: Store, tmp_path: Path) ->
 
     with Store.open(store.url) as again:
         assert np.array_equal(again.snapshot(version).table("t").read(), before.table("t").read())
-        assert verify_store(again, every=True, deep=True).is_sound
+        assert verify_store(again, all_versions=True, deep=True).is_sound
         back = again.rollback(version)
         assert again.snapshot(back).tables == tables
         assert len(again.tags()) == 40

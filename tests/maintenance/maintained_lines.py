@@ -204,7 +204,7 @@ class MaintainedLines(StoreMachine):
         for name, version in log.tags.items():
             compare(store, store.snapshot(tag=name), line.states[version], self.rng)
         if self.rng.random() < 0.3:
-            report = verify_store(store, every=True, deep=True, threads=1)
+            report = verify_store(store, all_versions=True, deep=True, threads=1)
             assert report.is_sound, report.problems
 
     def check_refused(self, store: Store, version: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import itertools
 import multiprocessing
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cnr_store import BadInput, Store
+from cnr_store import BadInput, StorageFailure, Store
 from cnr_store.errors import CorruptObject, MissingDependency
 from cnr_store.format.layout import segment_key
 from cnr_store.format.records import SegmentDocument
@@ -118,11 +119,27 @@ def test_damage_of_an_input_is_the_error_that_a_reader_gets(store: Store, cluste
 
 @pytest.mark.parametrize("engine", OTHERS)
 def test_no_task_begins_behind_the_deadline(store: Store, cluster: None, engine: Any) -> None:
-    assert compact_run(store, run=ALL, engine=engine, workers=1, deadline_s=0).outcome == "unfinished"
+    assert compact_run(store, run=ALL, engine=engine, workers=1, budget_s=0).outcome == "unfinished"
 
     report = compact_run(store, run=ALL, engine="threads")
 
     assert (report.outcome, report.reused_tasks) == ("committed", 0)
+
+
+def test_processes_that_cannot_be_started_are_an_error_that_says_why(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A regression: without a writable /dev/shm it was an OSError without a word of what it was for."""
+    before = store.head()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(engines, "ProcessPoolExecutor", refuse)
+    with pytest.raises(StorageFailure, match=r"Read-only file system.* /dev/shm .*; compact with threads"):
+        compact_run(store, run=ALL, engine="processes", workers=2)
+
+    assert store.head().digest == before.digest
 
 
 def test_what_one_engine_has_begun_another_goes_on_with(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def test_a_resumed_run_keeps_what_was_done_and_equals_an_undisturbed_one(
 
 
 def test_the_time_that_is_over_leaves_the_rest_to_the_next_call(store: Store, training: Training) -> None:
-    first = compact_run(store, run=ALL, deadline_s=0)
+    first = compact_run(store, run=ALL, budget_s=0)
     assert (first.outcome, first.tasks, first.version) == ("unfinished", TASKS, None)
 
     assert finish(store, training).reused_tasks == 0
@@ -179,7 +179,7 @@ def test_a_task_that_lost_its_receipt_is_done_again(
     assert len(lease.done) == TASKS + 1
     store.storage.delete([segment_key(lease.segment, f"r00001-{lease.plan[:8]}.{RECEIPT}")])
 
-    assert compact_run(store, run=ALL, deadline_s=0).outcome == "unfinished"
+    assert compact_run(store, run=ALL, budget_s=0).outcome == "unfinished"
     assert finish(store, training).reused_tasks == TASKS - 1
 
 

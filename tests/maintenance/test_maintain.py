@@ -139,7 +139,7 @@ def test_a_run_compacts_every_log_deletes_what_is_free_and_keeps_states(store: S
     assert set(store.storage.list_folders("data/")) == needed
     assert report.rewritten_bytes > 0
     assert report.deleted_bytes > 0
-    assert verify_store(store, every=True, deep=True).is_sound
+    assert verify_store(store, all_versions=True, deep=True).is_sound
 
 
 def test_a_second_run_does_nothing(store: Store, fs: IsolatedMemoryFileSystem) -> None:
@@ -189,7 +189,7 @@ def test_a_run_out_of_time_stops_after_the_compaction_that_was_begun(store: Stor
 
     # Without an end it takes two compactions: the deltas, and then what they became into the baseline.
     policy = CompactionPolicy(max_chain=1, max_restore_ratio=1000)
-    reports = compact(store, policy=policy, deadline_s=1.5, clock=clock)
+    reports = compact(store, policy=policy, budget_s=1.5, clock=clock)
 
     assert [report.outcome for report in reports] == ["committed", "planned"]
 
@@ -253,11 +253,11 @@ def test_two_runs_at_once_harm_nothing(store: Store, fs: IsolatedMemoryFileSyste
     assert {report.outcome for report in reports} <= {"done", "stopped"}
     assert at_once(store).outcome == "done"
     assert (bytes_of(store.snapshot()), bytes_of(store.on_branch("trial").snapshot())) == before
-    assert verify_store(store, every=True, deep=True).is_sound
+    assert verify_store(store, all_versions=True, deep=True).is_sound
 
 
 def test_a_log_that_another_process_compacts_is_left_to_it(store: Store) -> None:
-    compact_run(store, policy=SHORT, deadline_s=0)
+    compact_run(store, policy=SHORT, budget_s=0)
     place = LeasePlace(store.storage, store.internals.log)
     lease = place.read()
     assert lease is not None

@@ -155,7 +155,7 @@ def test_verify_tells_of_the_superseded_position_and_finds_no_problem(
     assert not verify_store(store).is_sound
     repair_store(store, dry_run=False)
 
-    report = verify_store(store, every=True, deep=True)
+    report = verify_store(store, all_versions=True, deep=True)
 
     assert (report.problems, report.superseded) == ((), (6,))
     assert report.restorable == (7, 5, 4, 3, 2)
@@ -184,7 +184,7 @@ def test_several_torn_records_are_superseded_together(files: IsolatedMemoryFileS
     assert report.torn == (6, 7, 8)
     assert store.latest_version() == 9
     assert [record.v for record in store.log(limit=2)] == [9, 5]
-    assert verify_store(store, every=True, deep=True).superseded == (8, 7, 6)
+    assert verify_store(store, all_versions=True, deep=True).superseded == (8, 7, 6)
 
 
 def test_a_good_record_that_rots_later_is_not_taken_for_a_superseded_one(
@@ -211,7 +211,7 @@ def test_a_damaged_newest_delta_is_rolled_back(files: IsolatedMemoryFileSystem, 
     assert [problem.path for problem in report.remaining] == [chunk_of(store, 4)]
     assert np.array_equal(store.snapshot().table("user").read(), values(20))
     assert verify_store(store, deep=True).is_sound
-    assert verify_store(store, every=True, deep=True).restorable == (6, 3, 2)
+    assert verify_store(store, all_versions=True, deep=True).restorable == (6, 3, 2)
 
 
 def test_a_state_that_only_a_replay_finds_wrong_is_rolled_back(files: IsolatedMemoryFileSystem) -> None:

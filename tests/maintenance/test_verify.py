@@ -245,7 +245,7 @@ def test_every_version_reads_what_a_rollback_left_behind(root: Path) -> None:
 
     with Store.open(str(root)) as store:
         assert verify_store(store).is_sound
-        report = verify_store(store, every=True)
+        report = verify_store(store, all_versions=True)
 
     assert [(p.path, p.versions) for p in report.problems] == [(key_of(root, delta), (5, 6))]
 

@@ -337,7 +337,7 @@ def test_compaction_and_rollback_come_through(store: Store, files: IsolatedMemor
     copy = near(files)
     for record in store.log(limit=5):
         assert bytes_of(copy.snapshot(record.v)) == bytes_of(store.snapshot(record.v))
-    assert verify_store(copy, every=True, deep=True).is_sound
+    assert verify_store(copy, all_versions=True, deep=True).is_sound
 
 
 def test_superseded_positions_are_copied_as_they_are(store: Store, files: IsolatedMemoryFileSystem) -> None:

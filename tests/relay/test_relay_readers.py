@@ -71,7 +71,7 @@ def test_monitors_and_checks_take_a_relay_for_the_one_log_that_it_is(
     copy = near(files)
 
     status = read_status(copy)
-    report = verify_store(copy, every=True, deep=True)
+    report = verify_store(copy, all_versions=True, deep=True)
 
     assert copy.branches() == {}
     assert [(head.branch, head.version) for head in status.heads] == [(None, store.latest_version())]

@@ -50,7 +50,7 @@ def test_what_no_version_that_is_kept_needs_goes_after_the_grace(store: Store, f
             copy.snapshot(version)
         assert value_of(store, version)
     assert len(copy.storage.list_folders(DATA)) == 2
-    assert verify_store(copy, every=True, deep=True).is_sound
+    assert verify_store(copy, all_versions=True, deep=True).is_sound
     assert relay.advance().trimmed_segments == 0
 
 

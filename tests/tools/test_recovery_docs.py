@@ -169,7 +169,7 @@ def test_a_copy_replaces_a_lost_region() -> None:
     save("backup/run-7", 60)
     with Store.open("backup/run-7") as store:
         assert (store.head().record.kind, store.tags()) == ("delta", {"good": 2})
-        assert verify_store(store, every=True).problems == ()
+        assert verify_store(store, all_versions=True).problems == ()
 
 
 def test_a_record_in_the_middle_costs_no_version() -> None:

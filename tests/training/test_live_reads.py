@@ -149,7 +149,7 @@ def test_every_version_is_what_its_step_trained(tmp_path: Any, kind: str, option
             for name in TABLES:
                 scale = snapshot.tables[name].encoding.scale  # type: ignore[union-attr]
                 np.testing.assert_allclose(snapshot.table(name).read(), expected[name], rtol=0, atol=0.501 * scale)
-        assert verify_store(store, every=True, deep=True).is_sound
+        assert verify_store(store, all_versions=True, deep=True).is_sound
 
 
 class Counter(nn.Module):

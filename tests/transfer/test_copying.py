@@ -102,7 +102,7 @@ def test_every_live_version_is_the_same_at_the_copy(source: Store, files: Isolat
         assert copy.record(mine).user == source.record(theirs).user
     assert (copy.tags(), copy.channels()) == ({"first": 1}, {"serving": 3})
     assert copy.head().record.chain == source.head().record.chain
-    assert verify_store(copy, every=True, deep=True).problems == ()
+    assert verify_store(copy, all_versions=True, deep=True).problems == ()
     assert contents(files, FAR) == before
 
 
@@ -216,7 +216,7 @@ def test_versions_that_a_relay_no_longer_has_are_left_out(source: Store, files: 
     report = copy_store(relay, place(files), all_versions=True)
 
     assert (report.states, report.skipped) == (4, 1)
-    assert verify_store(near(files), every=True).problems == ()
+    assert verify_store(near(files), all_versions=True).problems == ()
 
 
 def test_a_branch_is_copied_as_a_store(source: Store, files: IsolatedMemoryFileSystem) -> None:
@@ -265,7 +265,7 @@ def test_a_version_that_expires_during_the_copy_is_skipped(source: Store, files:
 
     assert report.skipped == 1
     assert bytes_of(near(files).snapshot()) == bytes_of(source.snapshot(6))
-    assert verify_store(near(files), every=True).problems == ()
+    assert verify_store(near(files), all_versions=True).problems == ()
 
 
 def test_the_chosen_version_must_not_expire_during_the_copy(source: Store, files: IsolatedMemoryFileSystem) -> None:
@@ -377,4 +377,4 @@ def test_of_two_copies_at_once_one_finishes(source: Store, files: IsolatedMemory
 
     copy = near(files)
     assert copy.latest_version() == 7
-    assert verify_store(copy, every=True).problems == ()
+    assert verify_store(copy, all_versions=True).problems == ()

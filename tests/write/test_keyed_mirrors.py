@@ -171,7 +171,7 @@ def test_the_digest_of_touched_keys_is_that_of_all_keys(store: Store, options: T
             read = codes.digest_by_key(keys, snapshot.workers)
             assert digests(store) == [f"{mirror.digest:016x}"] == [f"{read:016x}"]
 
-    assert verify_store(store, every=True, deep=True).is_sound
+    assert verify_store(store, all_versions=True, deep=True).is_sound
 
 
 def test_the_digest_does_not_depend_on_who_owns_which_key() -> None:
@@ -237,7 +237,7 @@ def test_compacted_keys_have_the_digest_of_their_chain(store: Store) -> None:
         save(writer, len(STEPS), {1: 4.0})
 
         assert lists(store) == {"add": 1}
-    assert verify_store(store, every=True, deep=True).is_sound
+    assert verify_store(store, all_versions=True, deep=True).is_sound
 
 
 def test_keys_beyond_the_limit_are_set_rows(store: Store) -> None:
@@ -268,7 +268,7 @@ def test_keys_beyond_the_limit_are_set_rows(store: Store) -> None:
         save(writer, 13, dict.fromkeys(range(50), 2.0))
         assert (lists(store), digests(store)[0] is None) == ({"add": 50}, False)
     assert held(store) == dict.fromkeys(range(50), 2.0)
-    assert verify_store(store, every=True, deep=True).is_sound
+    assert verify_store(store, all_versions=True, deep=True).is_sound
 
 
 def test_a_mirror_whose_codes_grow_wider_than_its_limit_begins_anew(store: Store) -> None:
@@ -288,7 +288,7 @@ def test_a_mirror_whose_codes_grow_wider_than_its_limit_begins_anew(store: Store
                 assert 0 < lists(store)["add"] < 1200
 
     assert (store.snapshot().table("h").read_all()[1]["values"] == 3).all()
-    assert verify_store(store, every=True, deep=True).is_sound
+    assert verify_store(store, all_versions=True, deep=True).is_sound
 
 
 def test_a_limit_below_zero_is_refused(store: Store) -> None:

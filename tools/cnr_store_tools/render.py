@@ -129,7 +129,7 @@ def _compaction_text(report: CompactionReport) -> str:
             reused = f", {report.reused_tasks} of {report.tasks} tasks were done before" if report.reused_tasks else ""
             return (
                 f"version {report.version}: compacted {about}, {size_text(report.bytes_out)} in "
-                f"{duration_text(report.seconds)}{reused}; {chain}{_growth(report)}"
+                f"{duration_text(report.duration_s)}{reused}; {chain}{_growth(report)}"
             )
         case "unfinished":
             return f"the time limit was reached; the next run continues: {report.reason}"

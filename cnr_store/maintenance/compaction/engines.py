@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from cnr_store.errors import BadInput, CnrStoreError
+from cnr_store.errors import BadInput, CnrStoreError, StorageFailure
 from cnr_store.format.layout import writer_name
 from cnr_store.format.records import ChainEntry
 from cnr_store.maintenance.compaction.merge import merge_pieces
@@ -228,7 +228,13 @@ class _Processes:
         count = min(workers or cores, max(1, tasks))
         self.threads = max(1, cores // count)
         # Not forked: this process has threads, and a child that inherits their locks may deadlock.
-        self._pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+        try:
+            self._pool = ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))
+        except OSError as error:
+            raise StorageFailure(
+                f"no worker processes can be started here ({error.strerror}): their locks need a /dev/shm that can be "
+                "written; compact with threads"
+            ) from error
         return count
 
     def submit(self, task: Callable[..., tuple[int, str]], *arguments: Any) -> Any:

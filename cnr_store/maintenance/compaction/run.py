@@ -61,7 +61,7 @@ class CompactionReport(ShownReport):
     outcome
         ``committed``; ``nothing`` to do; ``planned`` by a dry run; ``abandoned``, because the run has left the chain
         or the transaction was marked for deletion; ``busy``: another process is compacting it; ``unfinished``: the
-        deadline passed, and the next compaction continues.
+        budget is over, and the next compaction continues.
     version
         The committed version, or None.
     kind, run, l0, l1, reason
@@ -73,7 +73,7 @@ class CompactionReport(ShownReport):
         Size of the run, and of the segment that replaced it (0 unless committed).
     estimated_bytes
         About the size of what the run would become; only of a dry run, else 0.
-    seconds
+    duration_s
         Wall time.
     chain_before, chain_after
         Segments of the head's chain, when the run was chosen and at the end.
@@ -94,7 +94,7 @@ class CompactionReport(ShownReport):
     rows_in: int = 0
     rows_out: int = 0
     estimated_bytes: int = 0
-    seconds: float = 0.0
+    duration_s: float = 0.0
     chain_before: int = 0
     chain_after: int = 0
 
@@ -107,7 +107,7 @@ def compact_run(
     engine: Engine = "threads",
     workers: int | None = None,
     bytes_per_s: float | None = None,
-    deadline_s: float | None = None,
+    budget_s: float | None = None,
     force: bool = False,
     dry_run: bool = False,
     progress: ProgressCallback | None = None,
@@ -161,15 +161,13 @@ def compact_run(
                 raise
             # Another process compacted and deleted it since the head was read: nothing is damaged.
             report = replace(report, outcome="abandoned", reason="the chain was replaced while it was read")
-            return replace(report, seconds=time.monotonic() - started)
+            return replace(report, duration_s=time.monotonic() - started)
         if dry_run:
             report = replace(plan.describe(report, "planned"), estimated_bytes=size_bytes)
         else:
-            options = _WorkOptions(
-                engine, workers, bytes_per_s, _is_over(started, deadline_s), progress or _say_nothing
-            )
+            options = _WorkOptions(engine, workers, bytes_per_s, _is_over(started, budget_s), progress or _say_nothing)
             report = _take_up(store, report, plan, options, force=force, is_bound=run is not None)
-    return replace(report, seconds=time.monotonic() - started)
+    return replace(report, duration_s=time.monotonic() - started)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +304,7 @@ class _Work:
         )  # fmt: skip
 
     def _write(self) -> ChainEntry | None:
-        """Write the segment and return its chain entry; None if the deadline passed first."""
+        """Write the segment and return its chain entry; None if the budget is over first."""
         try:
             if not self._compact():
                 return None
@@ -320,7 +318,7 @@ class _Work:
             raise
 
     def _compact(self) -> bool:
-        """Execute all tasks and write the rest; return False if the deadline passed first."""
+        """Execute all tasks and write the rest; return False if the budget is over first."""
         options, rest = self._options, len(self._plan.tasks)
         with self._workers() as workers:
             self._reuse(workers)
@@ -386,8 +384,8 @@ class _Work:
         return self._store.internals.log.append(self._head, draft, rebase)
 
 
-def _is_over(started: float, deadline_s: float | None) -> Callable[[], bool]:
-    return lambda: deadline_s is not None and time.monotonic() - started >= deadline_s
+def _is_over(started: float, budget_s: float | None) -> Callable[[], bool]:
+    return lambda: budget_s is not None and time.monotonic() - started >= budget_s
 
 
 def _say_nothing(stage: str, done: int, total: int) -> None:

@@ -78,7 +78,7 @@ def collect_garbage(
     force: bool = False,
     despite_damage: bool = False,
     batch: int = 1000,
-    deadline_s: float | None = None,
+    budget_s: float | None = None,
     progress: ProgressCallback | None = None,
     clock_ms: Callable[[], int] | None = None,
 ) -> GcReport:
@@ -109,7 +109,7 @@ def collect_garbage(
         segment. Run `verify_store` first, and use this only for data that no backup can restore.
     batch
         Approximate number of segments that one record marks.
-    deadline_s
+    budget_s
         Stop between two records or two deletions after so many seconds.
     progress
         Called with the stages ``records``, ``expire`` and ``segments``.
@@ -150,7 +150,7 @@ def collect_garbage(
         store, RetentionPolicy() if policy is None else policy,
         grace_ms=int(grace_s * 1000), orphan_age_ms=int(orphan_age_s * 1000), batch=batch,
         despite_damage=despite_damage,
-        is_late=lambda: deadline_s is not None and time.monotonic() - started >= deadline_s,
+        is_late=lambda: budget_s is not None and time.monotonic() - started >= budget_s,
         progress=progress, clock_ms=wall_ms if clock_ms is None else clock_ms,
     )  # fmt: skip
     if dry_run:

@@ -29,7 +29,7 @@ def verify_store(
     store: Store,
     *,
     version: int | None = None,
-    every: bool = False,
+    all_versions: bool = False,
     deep: bool = False,
     threads: int | None = None,
     progress: ProgressCallback | None = None,
@@ -47,7 +47,7 @@ def verify_store(
     version
         Check the chain of this version. None checks the head, the versions with a name (tags, channels, branches) and
         the kept ones.
-    every
+    all_versions
         Check the chains of all live versions.
     deep
         Also replay every table: check the row algebra, and the state digest after each segment.
@@ -75,20 +75,25 @@ def verify_store(
     True
     """
     for _ in range(MOST_LOOKS):
-        report, logs = _check(store, version, every, deep, threads, progress)
+        report, logs = _check(store, version, all_versions, deep, threads, progress)
         if not any(was_overtaken(log.log, log.findings) for log in logs):
             return report
     raise overtaken(store.url)
 
 
 def _check(
-    store: Store, version: int | None, every: bool, deep: bool, threads: int | None, progress: ProgressCallback | None
+    store: Store,
+    version: int | None,
+    all_versions: bool,
+    deep: bool,
+    threads: int | None,
+    progress: ProgressCallback | None,
 ) -> tuple[VerifyReport, list[Log]]:
     """Run one attempt. Meanwhile other processes may compact and delete what it reads."""
     findings = Findings(store.branch)
     with Workers(threads, name="cnr-verify") as workers:
         view = read_log(
-            store.storage, store.identity, workers, findings, version=version, every=every,
+            store.storage, store.identity, workers, findings, version=version, every=all_versions,
             prefix=store.internals.log.prefix, first=store.internals.log.first,
         )  # fmt: skip
         _check_version(store, view, version, findings)
@@ -98,7 +103,7 @@ def _check(
                 store.internals.check_held(version)
         check_root(store.storage, findings)
         own = Log(store.branch, view, findings, store.internals.log)
-        logs = [own, *other_logs(store, own, workers, every=every)]
+        logs = [own, *other_logs(store, own, workers, every=all_versions)]
         reads = SegmentReads()
         is_read = {log.branch: log is own or (version is None and store.branch is None) for log in logs}
         for log in logs:

@@ -56,7 +56,7 @@ def test_after_a_collection_exactly_what_live_versions_need_is_there(where: str,
     assert (table(store), table(store, tag="best")) == before
     assert live(store) == [3, *range(10, store.latest_version() + 1)]
     assert report.deleted_segments == 4
-    assert verify_store(store, every=True, deep=True).is_sound
+    assert verify_store(store, all_versions=True, deep=True).is_sound
 
 
 def test_the_report_explains_every_version_and_segment(store: Store) -> None:

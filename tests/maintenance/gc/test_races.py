@@ -194,7 +194,7 @@ def test_two_collections_at_once_do_no_harm(store: Store, fs: IsolatedMemoryFile
 
     assert report.outcome in ("clean", "collected")
     assert listed(store) == referenced(store)
-    assert verify_store(store, every=True, deep=True).is_sound
+    assert verify_store(store, all_versions=True, deep=True).is_sound
 
 
 def test_an_open_snapshot_outlives_its_version_during_the_grace(store: Store) -> None:
@@ -231,13 +231,13 @@ class Collecting:
     def check(self, fs: Any, acknowledged: list[Any]) -> None:
         store = again(fs)
         assert table(store) == [5.0] * ROWS
-        assert verify_store(store, every=True, deep=True).is_sound
+        assert verify_store(store, all_versions=True, deep=True).is_sound
         collect(store)
         trial = store.on_branch("trial")
         assert table(trial)[30 % ROWS] == 30
         assert listed(store) == referenced(store, trial)
         assert collect(store).outcome == "clean"
-        assert verify_store(store, every=True, deep=True).is_sound
+        assert verify_store(store, all_versions=True, deep=True).is_sound
 
 
 def test_a_snapshot_that_outlives_the_grace_says_its_version_has_expired(store: Store) -> None:
@@ -267,12 +267,12 @@ def test_a_collection_may_stop_or_fail_at_any_storage_call(every: int) -> None:
 def test_a_run_out_of_time_stops_between_records_and_the_next_goes_on(
     store: Store, fs: IsolatedMemoryFileSystem
 ) -> None:
-    stopped = collect(store, deadline_s=0.0)
+    stopped = collect(store, budget_s=0.0)
 
     assert (stopped.outcome, stopped.records, stopped.deleted_segments) == ("stopped", 0, 0)
     collect(store, grace_s=3600.0)
     later = int(time.time() * 1000) + 3_601_000
-    assert collect(store, deadline_s=0.0, clock_ms=lambda: later).outcome == "stopped"
+    assert collect(store, budget_s=0.0, clock_ms=lambda: later).outcome == "stopped"
     assert collect(store, clock_ms=lambda: later).outcome == "collected"
     assert listed(store) == referenced(store)
 

@@ -17,7 +17,7 @@ from cnr_store_tools.render import repair_parts, verify_parts
 def verify(
     url: Url,
     version: Version = None,
-    every: Annotated[
+    all_versions: Annotated[
         bool, typer.Option("--all", help="All versions that readers may open, not only the newest and tagged ones.")
     ] = False,
     deep: Annotated[
@@ -28,10 +28,10 @@ def verify(
     json: Json = False,
 ) -> None:
     """Read the log and every object, and list all damage. Exit code 1 if there is any."""
-    if every and version is not None:
+    if all_versions and version is not None:
         raise BadInput("give --version or --all, not both")
     with open_store(url, storage_option, branch) as store, progress_bars() as progress:
-        report = verify_store(store, version=version, every=every, deep=deep, progress=progress)
+        report = verify_store(store, version=version, all_versions=all_versions, deep=deep, progress=progress)
     emit({"is_sound": report.is_sound, **to_document(report)}, verify_parts(report), as_json=json)
     if not report.is_sound:
         raise typer.Exit(ExitCode.PROBLEMS)

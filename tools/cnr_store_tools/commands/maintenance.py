@@ -111,7 +111,7 @@ def compact(
         reports = compact_store(
             store, policy=policy, engine=_engine(engine), workers=workers,
             bytes_per_s=optional_size(bandwidth, "--bandwidth"),
-            deadline_s=optional_duration(budget, "--budget"), force=force, dry_run=dry_run, progress=progress,
+            budget_s=optional_duration(budget, "--budget"), force=force, dry_run=dry_run, progress=progress,
         )  # fmt: skip
     last = reports[-1].outcome
     document = {
@@ -150,7 +150,7 @@ def gc(
         report = collect_garbage(
             store, policy=policy, grace_s=parse_duration(grace, "--grace"),
             orphan_age_s=parse_duration(orphan_age, "--orphan-age"), dry_run=dry_run, force=force,
-            despite_damage=despite_damage, deadline_s=optional_duration(budget, "--budget"), progress=progress,
+            despite_damage=despite_damage, budget_s=optional_duration(budget, "--budget"), progress=progress,
         )  # fmt: skip
     emit(_collection(report), gc_parts(report), as_json=json)
     if report.failures:
