@@ -45,7 +45,9 @@ def find_branch(head: CommitRecord, name: str) -> Branch:
     for key, pin in head.pins.items():
         if pin.name == name:
             return Branch(key, pin)
-    raise BranchNotFound(f"no branch {name!r}; found {sorted(pin.name for pin in head.pins.values())}", found=name)
+    raise BranchNotFound(
+        f"no branch {name!r}; the branches are {sorted(pin.name for pin in head.pins.values())}", found=name
+    )
 
 
 def fork(

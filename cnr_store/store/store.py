@@ -418,7 +418,8 @@ class Store(Closing):
     def rollback(self, version: int) -> int:
         """Make an older version's state the head's; return the new version. Blocks; deletes nothing.
 
-        A writer that is open elsewhere gets `Conflict` at its next commit and must restore.
+        A writer that is open elsewhere gets `Conflict` at its next commit and must restore. Of a version before the
+        first save the state is empty: readers then have no tables (`cnr rollback` refuses it).
 
         Raises
         ------

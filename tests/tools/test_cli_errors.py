@@ -221,6 +221,9 @@ def test_a_cause_is_named_once() -> None:
 
     assert full_message(storage) == "a read failed (ConnectionRefusedError): nobody listens"
     assert full_message(missing) == "install x"
+    absent = errors.NotFound("no export: no tensors.json")
+    absent.__cause__ = FileNotFoundError(2, "No such file", "tensors.json")
+    assert full_message(absent) == "no export: no tensors.json"
     assert full_message(torn) == "record 7: expected ':'"
     assert full_message(path) == "cannot write p: No such file"
 

@@ -165,7 +165,7 @@ def need(module: str) -> None:
 
 def full_message(error: CnrStoreError) -> str:
     """Return the message with what it lacks of the cause: its class and its text, unless it has the text."""
-    if error.__cause__ is None or isinstance(error, MissingDependency):
+    if error.__cause__ is None or isinstance(error, MissingDependency | NotFound):
         return error.message
     told = getattr(error.__cause__, "strerror", None) or one_line(str(error.__cause__)).strip()
     if told and told in error.message:
