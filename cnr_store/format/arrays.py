@@ -13,6 +13,7 @@ plane. Any zstd decoder reads the result.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Sequence
@@ -269,10 +270,12 @@ def encode_chunk(entry: ArrayEntry, block: npt.NDArray[Any]) -> bytes:
         padded[: block.shape[0]] = block
         block = padded
     flat = np.ascontiguousarray(block).reshape(-1)
-    is_ordered = entry.order is not msgspec.UNSET
-    payload: Any = flat.view(np.uint8).data if entry.codec == "bytes" else encode_digits(flat, is_ordered=is_ordered)
-    checked: Any = flat.view(np.uint8) if entry.codec == "bytes" else payload
-    return b"".join((payload, google_crc32c.value(checked).to_bytes(CRC_BYTES, "little")))
+    if entry.codec == "bytes":
+        pieces: list[Any] = [flat.view(np.uint8)]
+    else:
+        pieces = encode_digits(flat, is_ordered=entry.order is not msgspec.UNSET)
+    crc = functools.reduce(google_crc32c.extend, pieces, 0)
+    return b"".join((*pieces, crc.to_bytes(CRC_BYTES, "little")))
 
 
 def decode_chunk(
@@ -358,8 +361,8 @@ class _Compressor(threading.local):
             self._memory = np.empty(size, np.uint8)
         return self._memory[:size]
 
-    def compress(self, chunk: Bytes, planes: Sequence[int], *, is_ordered: bool = False) -> bytes:
-        """Return the zstd frame of a chunk that begins with planes of the given sizes in bytes.
+    def compress(self, chunk: Bytes, planes: Sequence[int], *, is_ordered: bool = False) -> list[bytes]:
+        """Return the zstd frame, in pieces, of a chunk that begins with planes of the given sizes in bytes.
 
         ``is_ordered``: what is alike stands together, so smaller blocks pay for their Huffman tables.
         """
@@ -371,15 +374,16 @@ class _Compressor(threading.local):
                 pieces.append(stream.compress(chunk[start + at : start + min(at + block, size)].data))
                 pieces.append(stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK))
             start += size
-        pieces += [stream.compress(chunk[start:].data), stream.flush()]
-        return b"".join(pieces)
+        return [*pieces, stream.compress(chunk[start:].data), stream.flush()]
 
 
 _COMPRESSOR = _Compressor()
 
 
-def encode_digits(values: npt.NDArray[Any], *, is_ordered: bool = False) -> bytes:
-    """Return the zstd frame of a chunk of int16, int32 or int64 values (n,), contiguous; ``is_ordered``: in an order.
+def encode_digits(values: npt.NDArray[Any], *, is_ordered: bool = False) -> list[bytes]:
+    """Return the zstd frame, in pieces, of a chunk of integers, which are in an order if ``is_ordered``.
+
+    ``values`` (n,): int16, int32 or int64, contiguous.
 
     Memory: `digit_chunk_bytes` per thread, kept. Releases the GIL.
     """
@@ -432,7 +436,7 @@ def _runs(values: npt.NDArray[Any], count: int, length: int) -> list[npt.NDArray
 def _cost(run: npt.NDArray[Any], packing: digits.Packing) -> float:
     planes, bases = _COMPRESSOR.take(digit_chunk_bytes(run.size, run.itemsize)), packing.bases
     used = digits.pack(run, packing, planes)
-    stored = len(_COMPRESSOR.compress(planes[:used], digits.plane_bytes(bases, run.size)))
+    stored = sum(map(len, _COMPRESSOR.compress(planes[:used], digits.plane_bytes(bases, run.size))))
     is_divided = any(base & (base - 1) for base in bases)
     return _UNPACKED_TO_STORED * stored * (_DIVIDED if is_divided else 1.0) + used
 

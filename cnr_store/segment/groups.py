@@ -124,15 +124,18 @@ class GroupShape:
             for name, one in entries.items()
         }
 
-    def stored(self, produced: Blocks, entries: Mapping[str, ArrayEntry]) -> Blocks:
-        """Return the blocks of a chunk as they are stored: in their order, with the classes that give it."""
-        if self.order is None or entries["codes"].order is msgspec.UNSET:
+    def with_classes(self, produced: Blocks, entries: Mapping[str, ArrayEntry]) -> Blocks:
+        """Return the blocks of a chunk, with the classes of the rows if these give the order."""
+        if CLASSES not in entries:
             return produced
-        ordered = [name for name, one in entries.items() if one.order is not msgspec.UNSET]
-        if self.order == CLASSES:
-            produced = {**produced, CLASSES: classes_of([produced[name] for name in ordered])}
-        keys = produced[self.order]
-        return {**produced, **{name: into_order(produced[name], keys) for name in ordered}}
+        ordered = [produced[name] for name, one in entries.items() if one.order is not msgspec.UNSET]
+        return {**produced, CLASSES: classes_of(ordered)}
+
+    def stored(self, name: str, blocks: Blocks, entries: Mapping[str, ArrayEntry]) -> Array:
+        """Return one block of a chunk as it is stored, in its order: copied then. ``blocks``: `with_classes`."""
+        if self.order is None or entries[name].order is msgspec.UNSET:
+            return blocks[name]
+        return into_order(blocks[name], blocks[self.order])
 
 
 @lru_cache(maxsize=1 << 10)

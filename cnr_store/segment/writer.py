@@ -42,6 +42,7 @@ from cnr_store.format.records import (
     TensorLine,
 )
 from cnr_store.runtime.threads import Throttle, Workers, blocks
+from cnr_store.segment.codes import Array
 from cnr_store.segment.groups import GroupShape, RowList, SharedGroup
 from cnr_store.segment.packs import Pack, check_dense_dtypes, tensor_digests
 from cnr_store.storage import Content, Storage, object_digest
@@ -123,9 +124,10 @@ class SegmentWriter:
         entries = {name: arrays.in_shards(entry) for name, entry in planned.items()}
 
         def put_chunk(start: int, stop: int) -> tuple[int, int]:
-            produced = shape.stored(row_list.produce(start, stop), entries)
+            produced = shape.with_classes(row_list.produce(start, stop), entries)
             for name, entry in entries.items():
-                self._put_chunk(entry, start // chunk_rows, arrays.encode_chunk(entry, produced[name]))
+                data = arrays.encode_chunk(entry, shape.stored(name, produced, entries))
+                self._put_chunk(entry, start // chunk_rows, data)
             return int(produced["rows"][0]), int(produced["rows"][-1])
 
         try:
@@ -161,9 +163,9 @@ class SegmentWriter:
 
     def _next_chunk_of(self, group: SharedGroup, entries: Mapping[str, ArrayEntry], *, grows: bool) -> Iterator[Put]:
         index, produced = group.take()
-        stored = group.shape.stored(produced, entries)
+        blocks = group.shape.with_classes(produced, entries)
         for name, entry in entries.items():
-            yield partial(self._encode, entry, index, stored[name], grows=grows)
+            yield partial(self._encode, entry, index, partial(group.shape.stored, name, blocks, entries), grows=grows)
 
     def _close_group(self, path: str, entries: Mapping[str, ArrayEntry]) -> None:
         """Of a group whose chunks are put, or wait: name it, and put its documents with what waits."""
@@ -174,8 +176,8 @@ class SegmentWriter:
     def _document_of(self, entry: ArrayEntry) -> Put:
         return partial(self._put, f"{entry.path}/zarr.json", arrays.array_document(entry))
 
-    def _encode(self, entry: ArrayEntry, index: int, block: npt.NDArray[Any], *, grows: bool = False) -> None:
-        self._put_chunk(entry, index, arrays.encode_chunk(entry, block), grows=grows)
+    def _encode(self, entry: ArrayEntry, index: int, stored: Callable[[], Array], *, grows: bool) -> None:
+        self._put_chunk(entry, index, arrays.encode_chunk(entry, stored()), grows=grows)
 
     def _put_chunk(self, entry: ArrayEntry, index: int, data: bytes, *, grows: bool = False) -> None:
         """Put a chunk, or the shard that it makes whole; ``grows`` is for `OpenShards.add`."""

@@ -59,8 +59,8 @@ class EncodedList(msgspec.Struct, frozen=True, eq=False, gc=False):
         """Return rows [start, stop), not copied."""
         return EncodedList(self.row_ids[start:stop], {name: array[start:stop] for name, array in self.arrays.items()})
 
-    def row_list(self, order: str | None = None, *, is_fixed: bool = False) -> RowList:
-        """Return the list as chunks to write, for `RowList.order` and `RowList.is_fixed`: slices, nothing copied."""
+    def row_list(self, order: str | None = None) -> RowList:
+        """Return the list as chunks to write, for `RowList.order`: slices, nothing copied, nor written to any more."""
         widths_of = {"rows": (np.dtype(np.int64), None)} | {
             name: (array.dtype, None if array.ndim == 1 else array.shape[1]) for name, array in self.arrays.items()
         }
@@ -69,7 +69,7 @@ class EncodedList(msgspec.Struct, frozen=True, eq=False, gc=False):
             own = self.between(start, stop)
             return {"rows": own.row_ids, **own.arrays}
 
-        return RowList(len(self.row_ids), widths_of, produce, order, is_fixed)
+        return RowList(len(self.row_ids), widths_of, produce, order, is_fixed=True)
 
 
 def encode_absolute(spec: ArraySpec, values: Array, workers: Workers) -> dict[str, Array]:

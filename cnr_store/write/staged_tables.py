@@ -59,7 +59,7 @@ class PartWriter:
     def write_joined(self, tables: EncodedTables, joined: EncodedList) -> None:
         """Write all rows of tables that were encoded together, ``joined``."""
         counts = [one.rectangle.num_rows for one in tables.tables]
-        written = self.out.write_small_lists("set", joined.row_list(is_fixed=True), counts) if counts else ()
+        written = self.out.write_small_lists("set", joined.row_list(), counts) if counts else ()
         self.entries.update({one.shard: {"set": line} for one, line in zip(tables.tables, written, strict=True)})
 
     def write_lists(self, changed: Mapping[Shard, Sequence[EncodedRows]], runs: Iterable[EncodedRun] = ()) -> None:
