@@ -271,7 +271,7 @@ def test_a_gather_like_the_one_before_copies_the_tensors_as_they_are_now() -> No
         buffers.gather({"t": RowRequest(np.array([0]), tensors)}, like=kind)
 
 
-def test_a_row_outside_of_a_small_table_is_refused_before_any_copy() -> None:
+def test_a_row_outside_of_its_table_is_refused() -> None:
     buffers, good = StagingBuffers(), torch.ones(4, 2)
     buffers.gather({"good": RowRequest(np.arange(4), {"weight": good})}).release()
     requests = {
