@@ -213,10 +213,11 @@ class TableView(ProcessBound):
         if missing is not None:
             missing[...] = False if absent is None else absent[inverse]
         elif absent is not None and absent.any():
-            key = int(unique[np.argmax(absent)])
+            key, more = int(unique[np.argmax(absent)]), int(absent.sum()) - 1
+            others = f", nor {more} more of the given keys" * (more > 0)
             raise BadRowIds(
-                f"table {self.name!r} has no key {key} at version {self._snapshot.version}, nor {absent.sum() - 1} "
-                "more of the given keys; pass missing= to get a mask of them",
+                f"table {self.name!r} has no key {key} at version {self._snapshot.version}{others}; pass missing= to "
+                "get a mask of them",
                 table=self.name, version=self._snapshot.version, found=key,
             )  # fmt: skip
         return self._shaped(name, values[inverse])

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from cnr_store.encodings import widths
 from cnr_store.errors import BadInput, TableNotFound
@@ -112,18 +113,20 @@ def plan_state(
     Raises
     ------
     BadInput
-        A parameter with two optimizers or an optimizer's parameter that the model does not have.
+        A parameter with two optimizers, an optimizer's parameter that the model does not have, or one without memory.
     """
+    parameters = dict(model.named_parameters())
     held = {shard.name: shard for shard in shards}
     is_table = {id(shard.parameter): shard.table for shard in held.values() if shard.parameter is not None}
     dense: dict[str, torch.Tensor] = {
         name: parameter
-        for name, parameter in model.named_parameters()
+        for name, parameter in parameters.items()
         if id(parameter) not in is_table and name not in tables
     }
     if buffers := dict(model.named_buffers()):
         persistent = set(model.state_dict(keep_vars=True))
         dense |= {name: buffer for name, buffer in buffers.items() if name in persistent}
+    _refuse_without_memory(parameters | dense)
     names = {id(tensor): name for name, tensor in dense.items()} | is_table
     optimized: dict[int, Optimized] = {}
     for index, optimizer in enumerate(optimizers):
@@ -142,9 +145,24 @@ def plan_state(
         [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
         for optimizer in optimizers
     ]
-    first = {name for name, _ in model.named_parameters()}
-    second = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False) if name not in first)
+    every = model.named_parameters(remove_duplicate=False)
+    second = frozenset(name for name, _ in every if name not in parameters)
     return StatePlan(held, dense, tuple(optimized.values()), groups, second)
+
+
+def _refuse_without_memory(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Return if all tensors have memory: what is put into a meta tensor is lost without an error.
+
+    Raises
+    ------
+    BadInput
+    """
+    if found := sorted(name for name, tensor in tensors.items() if is_lazy(tensor) or tensor.is_meta):
+        raise BadInput(
+            f"{found[:5]} have no memory yet ({len(found)} tensors, on the meta device or of lazy modules); give them "
+            "some first: model.to_empty(device=...), or a forward of lazy modules",
+            found=found,
+        )  # fmt: skip
 
 
 def optimizer_tensor_name(optimizer: int, parameter: str, key: str) -> str:

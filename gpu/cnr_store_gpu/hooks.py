@@ -222,7 +222,7 @@ class Following:
             raise BadInput(
                 f"table {watched.table!r}: {movement.explanation}, so no delta is smaller than a "
                 f"baseline. Put tables into a group without weight decay, or accept it with "
-                f"allow_dense=True",
+                f"TrackingOptions(allow_dense=True)",
                 table=watched.table,
                 found=movement.explanation,
             )

@@ -109,6 +109,16 @@ def test_an_empty_store_has_nothing_to_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.parametrize("read", [load, lambda url, model: CheckpointManager(url, model=model)])
+@pytest.mark.parametrize("device", ["meta", "lazy"])
+def test_a_model_without_memory_is_refused(url: str, read: Callable[..., Any], device: str) -> None:
+    """What is read into a meta tensor is lost: load() said that it had loaded the model."""
+    model: nn.Module = nn.Sequential(nn.LazyLinear(2)) if device == "lazy" else Training(KIND).model.to(device)
+
+    with pytest.raises(BadInput, match=r"have no memory yet .*to_empty"):
+        read(url, model)
+
+
 def test_loading_needs_no_right_to_write(url: str) -> None:
     for path in (Path(url), *Path(url).rglob("*")):
         path.chmod(path.stat().st_mode & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
