@@ -17,6 +17,7 @@ without it raises `MissingDependency`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, Unpack
 
@@ -49,7 +50,7 @@ _PLAIN = (
 
 def checkpoint_manager(
     accelerator: Accelerator,
-    store: str | Store,
+    store: str | os.PathLike[str] | Store,
     loader: Any = None,
     *,
     extras: Mapping[str, Stateful] | None = None,
@@ -86,8 +87,8 @@ def checkpoint_manager(
 
 
 def manager_of(
-    accelerator: Accelerator, store: str | Store, reader: Stateful | None, extras: Mapping[str, Stateful],
-    options: ManagerOptions,
+    accelerator: Accelerator, store: str | os.PathLike[str] | Store, reader: Stateful | None,
+    extras: Mapping[str, Stateful], options: ManagerOptions,
 ) -> CheckpointManager:  # fmt: skip
     """Return a manager of what an accelerator has prepared, with a ``reader`` of the caller's; see above.
 

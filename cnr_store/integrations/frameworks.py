@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypedDict, Unpack
 
@@ -53,7 +54,11 @@ class TrainingInStore:
     """
 
     def __init__(
-        self, store: str | Store, *, extras: Mapping[str, Stateful] | None = None, **options: Unpack[ManagerOptions]
+        self,
+        store: str | os.PathLike[str] | Store,
+        *,
+        extras: Mapping[str, Stateful] | None = None,
+        **options: Unpack[ManagerOptions],
     ) -> None:
         self.manager: CheckpointManager | None = None
         self.restored: RestoredState | None = None

@@ -361,7 +361,7 @@ class TableView(ProcessBound):
             )  # fmt: skip
         if out.dtype != carrier(spec.dtype):
             raise BadDtype(
-                f"{spec.name} of table {self.name!r} is {spec.dtype}, kept as {carrier(spec.dtype)}, found {out.dtype}",
+                f"the array for {spec.name} of table {self.name!r} must be {carrier(spec.dtype)}, found {out.dtype}",
                 table=self.name, expected=str(carrier(spec.dtype)), found=str(out.dtype),
             )  # fmt: skip
         if not out.flags.writeable:  # kernels write by address, which nothing would stop

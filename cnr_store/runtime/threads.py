@@ -17,6 +17,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from cnr_store.errors import BadInput
 from cnr_store.runtime.arguments import checked_count, checked_number
 from cnr_store.runtime.closing import Closing
 
@@ -127,11 +128,11 @@ class Workers(Closing):
     """
 
     is_inline = False
+    _is_closed = False
 
     def __init__(self, threads: int | None = None, *, name: str = "cnr") -> None:
         self.threads = default_threads() if threads is None else checked_count("threads", threads, least=1)
         self._name = name
-        self._is_closed = False
         self._start()
 
     def _start(self) -> None:
@@ -149,7 +150,13 @@ class Workers(Closing):
         The first error, in the order of the tasks, stops those that have not started, waits for those that have, and is
         raised. A single task runs on the calling thread: waking another thread costs more than a small task. Others
         are taken by the threads from ``tasks`` as they come to them, so a batch wakes each thread once.
+
+        Raises
+        ------
+        BadInput
+            The threads have ended: the store that they belong to is closed.
         """
+        self.check_open()
         remaining = iter(tasks)
         first = list(islice(remaining, max(2, self.threads)))
         if len(first) < 2:
@@ -177,6 +184,11 @@ class Workers(Closing):
                     future.exception()
             raise
         return shared.results()
+
+    def check_open(self) -> None:
+        """Raise `BadInput` if the threads have ended, as those of a store that was closed."""
+        if self._is_closed:
+            raise BadInput("the store of this is closed: open the store again, and use it within its `with` block")
 
     def run_blocks(self, work: Callable[[int, int], Result], count: int, size: int) -> list[Result]:
         """Call ``work(start, stop)`` for each of `blocks`, and return the results in order; blocks, errors as `run`."""

@@ -34,6 +34,16 @@ _ADVICE = {
     errno.EDQUOT: ": the quota is used up; free some space there",
     errno.EFBIG: ": the file system, or a limit of this process (ulimit -f), allows no file of that size",
 }
+_DENIED_BY_SERVER = (
+    "check the credentials and their rights. Object stores also answer so for a missing key when the right to list is "
+    "missing"
+)
+_DENIED_BY_FOLDER = "this user lacks the right: check owner, group and mode of the folder (`ls -ld`)"
+_DENIED_ADVICE: dict[int | None, str] = {
+    errno.EROFS: "the file system is read-only: mount it writable, or use another folder",
+    errno.EACCES: _DENIED_BY_FOLDER,
+    errno.EPERM: _DENIED_BY_FOLDER,
+}
 _LONGEST_CHAIN = 10
 _CUT_OFF = {
     "botocore": {"HTTPClientError", "ConnectionError"},
@@ -145,14 +155,9 @@ def storage_failure(
         shown += f", {errno.errorcode.get(error.errno, error.errno)}"
     failure: StorageFailure
     if is_denied(error):
-        advice = (
-            "the file system is read-only: mount it writable, or use another folder"
-            if isinstance(error, OSError) and error.errno == errno.EROFS
-            else "check the credentials and their rights. Object stores also answer so for a missing key when the "
-            "right to list is missing"
-        )
+        code = error.errno if reply is None and isinstance(error, OSError) else None
         failure = AccessDenied(
-            f"{what} was refused ({shown}); {advice}",
+            f"{what} was refused ({shown}); {_DENIED_ADVICE.get(code, _DENIED_BY_SERVER)}",
             path=key,
             found=shown,
         )

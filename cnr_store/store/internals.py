@@ -145,10 +145,13 @@ class StoreInternals:
 
         Raises
         ------
+        BadInput
+            The store was closed.
         BranchNotFound
             The opened branch was dropped.
         VersionNotFound, CorruptStore, StorageFailure
         """
+        self.workers.check_open()
         head = _newest_or_warn(self.log)
         self._check_open(head)
         return head
@@ -209,6 +212,7 @@ class StoreInternals:
 
     def writable_head(self) -> LogEntry:
         """Return the newest entry, after which segments and records may be written; probe the backend."""
+        self.workers.check_open()
         self.log.check_exclusive()
         head = self.settled_head()
         if self.storage.is_exclusive:

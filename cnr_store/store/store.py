@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -62,7 +63,7 @@ class Store(Closing):
 
     @classmethod
     def create(
-        cls, url: str, *, storage_options: Mapping[str, Any] | None = None,
+        cls, url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None,
         fsync: bool = True, unsafe_single_writer: bool = False, threads: int | None = None,
     ) -> Store:  # fmt: skip
         """Create a store; the URL's folder must not contain one. Blocks.
@@ -98,7 +99,8 @@ class Store(Closing):
 
     @classmethod
     def open(
-        cls, url: str, *, branch: str | None = None, storage_options: Mapping[str, Any] | None = None,
+        cls, url: str | os.PathLike[str], *, branch: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
         fsync: bool = True, unsafe_single_writer: bool = False, threads: int | None = None,
     ) -> Store:  # fmt: skip
         """Open a store, or a branch of it, for reading and (with `writer`) for writing. Writes nothing.
@@ -257,6 +259,8 @@ class Store(Closing):
             ``memory``, ``none`` or ``mmap``: files in ``mirror_folder``, which exists; None is a temporary folder.
         bytes_per_s, ranks
             Limit on this rank's bytes per second while saving. The ranks that write together; None is this process.
+        run_id
+            A name of your own for this writer in its commit records; None is a random one.
         shards
             Table to this rank's rectangles; those of all ranks tile each table. None, for one rank only: whole tables.
         key_rule

@@ -12,7 +12,7 @@ from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.records import WriterInfo
 from cnr_store.log.author import writer_info
 from cnr_store.log.rebase import draft_after, rebase_fence
-from cnr_store.runtime.arguments import checked_choice, checked_count
+from cnr_store.runtime.arguments import checked_choice, checked_count, checked_text
 from cnr_store.runtime.ranks import Ranks, rank_zero, together
 from cnr_store.runtime.threads import Throttle, check_rate
 from cnr_store.segment.shards import KeyShare, Placement, check_placements, column_cuts
@@ -46,7 +46,7 @@ def open_writer(
         checked_count("keyed_mirror_bytes", keyed_mirror_bytes, least=0)
     # Check on all ranks before rank 0 fences: if one fails, all raise and no writer is fenced.
     together(ranks, partial(check_mirror_folder, mirror, mirror_folder))
-    info = writer_info(run_id or uuid.uuid4().hex)
+    info = writer_info(uuid.uuid4().hex if run_id is None else checked_text("run_id", run_id))
     fenced: list[LogEntry] = []
 
     def open_committer() -> int:

@@ -126,7 +126,7 @@ class CheckpointManager(Closing):
 
     def __init__(
         self,
-        store: str | Store,
+        store: str | os.PathLike[str] | Store,
         *,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
@@ -475,8 +475,8 @@ class CheckpointManager(Closing):
 
 
 def _checked_ranks(
-    store: str | Store, reader: Stateful | None, extras: Mapping[str, Stateful], save_policy: SavePolicy,
-    tracking: TrackingOptions, store_options: StoreOptions,
+    store: str | os.PathLike[str] | Store, reader: Stateful | None, extras: Mapping[str, Stateful],
+    save_policy: SavePolicy, tracking: TrackingOptions, store_options: StoreOptions,
 ) -> Ranks:  # fmt: skip
     """Return the ranks of a manager with these options.
 

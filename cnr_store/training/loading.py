@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_args
@@ -197,7 +198,7 @@ def looking_again(load: Callable[[], Loaded], *, is_head: bool) -> Loaded:
 
 
 def load(
-    store: str | Store,
+    store: str | os.PathLike[str] | Store,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,

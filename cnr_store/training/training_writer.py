@@ -6,6 +6,7 @@ commits a fence, and a rollback if the restored state is not the head's. Both fa
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -169,7 +170,7 @@ class TrainingWriter:
         return 0 if self.current is None else self.current.mirror_nbytes
 
 
-def open_or_create(url: str, options: StoreOptions, ranks: Ranks) -> Store:
+def open_or_create(url: str | os.PathLike[str], options: StoreOptions, ranks: Ranks) -> Store:
     """Return the store at a URL, created if there is none; or its branch, which must be there.
 
     Blocks; all ranks call it, and rank 0 opens it first.

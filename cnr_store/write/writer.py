@@ -9,17 +9,17 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, eq
-from typing import Any, Literal
-
-import numpy as np
+from typing import Any, Literal, get_args
 
 from cnr_store.errors import BadInput, CommitStateUnknown, DoesNotApply, SaveInProgress, VersionExpired
 from cnr_store.format.commit_record import LogEntry
+from cnr_store.format.limits import MAX_INTEGER
 from cnr_store.format.manifest import recorded_digest
 from cnr_store.read.plan import compare_digest, expected_digest
 from cnr_store.read.replay import named_rows
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.read.table_reader import replay_keyed
+from cnr_store.runtime.arguments import checked_choice, checked_count
 from cnr_store.runtime.closing import Closing
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.segment.codes import Array, TableCodes, array_specs
@@ -304,7 +304,8 @@ class Writer(Closing):
             The chain of the last commit cannot be opened; after a CorruptStore the writer needs `restore` or a
             baseline.
         BadInput
-            ``step`` is not an integer of at least 0, or the ranks pass different steps.
+            ``step`` is not an integer from 0 to 2^53 - 1, there is no such ``kind`` or ``base``, or the ranks pass
+            different ones.
         """
         state = self._state
         state.take_over()
@@ -344,7 +345,9 @@ class Writer(Closing):
         """What this rank wants to begin, if it can."""
         state = self._state
         self._refuse_unsettled()
-        step = _checked_step(step)
+        step = checked_count("step", step, most=MAX_INTEGER)
+        checked_choice("kind", kind, get_args(CommitKind))
+        checked_choice("base", base, get_args(Base))
         if state.open is not None:
             raise SaveInProgress("a transaction of this writer is still open; commit or abort it before the next")
         state.open_snapshot()
@@ -412,12 +415,6 @@ def _newest_cuts(snapshot: Snapshot) -> dict[str, set[tuple[int, int]]]:
         if len(found) >= len(snapshot.tables):
             break
     return found
-
-
-def _checked_step(step: Any) -> int:
-    if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
-        raise BadInput(f"a training step is an integer of 0 or more, found {step!r}", found=step)
-    return int(step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,3 +154,40 @@ def test_steps_are_those_of_live_checkpoints(store: Store) -> None:
 
 def test_an_empty_store_has_no_steps(tmp_path: Path) -> None:
     assert Store.create(str(tmp_path / "empty")).steps() == []
+
+
+def test_a_closed_store_says_so(store: Store) -> None:
+    """A regression: "RuntimeError: cannot schedule new futures after shutdown", and small tables were still read."""
+    with store:
+        table = store.snapshot().table("t")
+
+    for use in (table.read, store.snapshot, store.writer, lambda: store.tag("release")):
+        with pytest.raises(BadInput, match=r"is closed: open the store again"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"kind": "full"}, "kind must be one of 'baseline', 'delta'; found 'full'"),
+        ({"base": "basline"}, "base must be one of 'head', 'baseline'; found 'basline'"),
+        ({"step": 2**53}, "step must be a whole number from 0 to"),
+        ({"step": 1.5}, "step must be a whole number"),
+    ],
+)
+def test_a_save_of_no_known_kind_is_refused_before_it_begins(tmp_path: Path, wrong: Any, message: str) -> None:
+    """A regression: an unknown kind was an IndexError in an empty store, an unknown base was taken as the head."""
+    with Store.create(tmp_path / "store") as store, store.writer() as writer:
+        with pytest.raises(BadInput, match=message):
+            writer.begin(**{"step": 1} | wrong)
+
+        with writer.begin(1, "baseline") as txn:
+            txn.write_table("t", np.ones((4, 2), np.float32), options=TableOptions(scale=1.0))
+
+
+def test_the_name_of_a_writer_is_a_text(store: Store) -> None:
+    """A regression: a number was said to be a torn record, with the advice to verify the store."""
+    with pytest.raises(BadInput, match="run_id must be a string; found 5"):
+        store.writer(run_id=5)  # type: ignore[arg-type]
+    with store.writer(run_id="nightly"):
+        assert store.head().record.writer.run_id == "nightly"
