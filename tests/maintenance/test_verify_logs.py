@@ -58,7 +58,7 @@ def test_neighbouring_positions_that_are_gone_are_one_problem(root: Path, gone: 
     for version in gone:
         (root / commit_key(version)).unlink()
 
-    (problem,) = check(root, every=True).problems
+    (problem,) = check(root, all_versions=True).problems
 
     assert short(problem) == ("missing_object", commit_key(gone[0]), None, tuple(gone))
     assert all(str(number) in problem.message for number in (gone[0], gone[-1]))
