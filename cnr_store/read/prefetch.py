@@ -203,18 +203,16 @@ class Prefetcher:
             if not left:
                 continue
             begun: dict[int, Future[bytes | memoryview]] = {k: Future() for k in left}
+            try:  # its end waits for the lock that is held here
+                self._pool.submit(self._fetch, one, range(left[0], left[-1] + 1), begun)
+            except RuntimeError:  # the interpreter is ending, and no thread starts: chunks are read when asked for
+                self._waiting.clear()
+                return
+            self._in_flight += 1
             for k, future in begun.items():
                 self._left[keys[k]] = one.times[k]
                 self._begun[keys[k]] = one.places[k].size, future
                 self._begun_bytes += one.places[k].size
-            self._in_flight += 1
-            try:
-                self._pool.submit(self._fetch, one, range(left[0], left[-1] + 1), begun)
-            except RuntimeError:  # the interpreter is ending, and no thread starts: chunks are read when asked for
-                for k in left:
-                    del self._begun[keys[k]], self._left[keys[k]]
-                self._waiting.clear()
-                return
 
     def _fetch(self, one: FetchRequest, span: range, begun: Mapping[int, Future[bytes | memoryview]]) -> None:
         """``span``: which of the chunks lie between the first and the last that somebody waits for."""
