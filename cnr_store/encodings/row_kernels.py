@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from cnr_store.encodings.kernels import AHEAD
-from cnr_store.runtime.fences import prefetch
+from cnr_store.encodings.kernels import are_far_apart
+from cnr_store.runtime.fences import AHEAD, prefetch
 from cnr_store.runtime.jit import njit
 
 _compiled = njit(nogil=True, error_model="numpy")
@@ -25,8 +25,9 @@ def put_codes(acc, rows, row_base, codes, left_shift):  # type: ignore[no-untype
     n, d = codes.shape
     size = acc.shape[0]
     k = np.int64(left_shift)
+    far = are_far_apart(acc, rows)
     for i in range(n):
-        if i + AHEAD < n:
+        if far and i + AHEAD < n:
             prefetch(acc, rows[i + AHEAD] - row_base)
         index = rows[i] - row_base
         if index < 0 or index >= size:
@@ -47,8 +48,9 @@ def add_codes(acc, rows, row_base, codes, left_shift):  # type: ignore[no-untype
     n, d = codes.shape
     size = acc.shape[0]
     k = np.int64(left_shift)
+    far = are_far_apart(acc, rows)
     for i in range(n):
-        if i + AHEAD < n:
+        if far and i + AHEAD < n:
             prefetch(acc, rows[i + AHEAD] - row_base)
         index = rows[i] - row_base
         if index < 0 or index >= size:
@@ -71,8 +73,9 @@ def add_codes_wrapping(acc, rows, row_base, codes):  # type: ignore[no-untyped-d
     """
     n, d = codes.shape
     size = acc.shape[0]
+    far = are_far_apart(acc, rows)
     for i in range(n):
-        if i + AHEAD < n:
+        if far and i + AHEAD < n:
             prefetch(acc, rows[i + AHEAD] - row_base)
         index = rows[i] - row_base
         if index < 0 or index >= size:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.runtime.fences import load_fence, prefetch, store_fence
+from cnr_store.runtime.fences import AHEAD, load_fence, prefetch, store_fence
 from cnr_store.runtime.jit import njit
 
 MISSING = -1
@@ -21,7 +21,6 @@ MISSING = -1
 _REMOVED, _FIRST = 1, 2
 _LEAST_SLOTS = 8
 _SLOTS_PER_KEY = 1.5
-_AHEAD = 8
 
 # Hash shards take splitmix64 of the id itself; a shard's keys would then share their low bits here.
 _SALT = np.uint64(0x2545F4914F6CDD1D)
@@ -89,8 +88,8 @@ def find_keys(slots: Slots, keys: Keys, out: npt.NDArray[np.int64]) -> int:
     missing = 0
     count = len(keys)
     for i in range(count):
-        if i + _AHEAD < count:
-            prefetch(slots, _home(keys[i + _AHEAD], mask))
+        if i + AHEAD < count:
+            prefetch(slots, _home(keys[i + AHEAD], mask))
         key = keys[i]
         home = _home(key, mask)
         at, place = home, slots[home, 1]

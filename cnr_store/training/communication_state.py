@@ -55,6 +55,10 @@ class CapturedCommunication:
     documents: dict[str, Any] = field(default_factory=dict)
 
 
+NO_COMMUNICATION = CapturedCommunication()
+"""What is saved where there are no such objects; nobody changes it."""
+
+
 def checked_communication(objects: Sequence[CommunicationState]) -> tuple[CommunicationState, ...]:
     """Return the objects if each can be saved under its own name.
 
@@ -81,7 +85,10 @@ def without_communication(dense: Mapping[str, DenseEntry]) -> dict[str, DenseEnt
 
 
 def capture_communication(objects: Sequence[CommunicationState], rank: int, bits: int | None) -> CapturedCommunication:
-    """Return copies of what a rank saves; ``bits`` per value of what it holds back, None for exact. Blocks."""
+    """Return copies of what a rank saves of its objects, at least one. Blocks.
+
+    ``bits``: per value of what is held back; None for exact.
+    """
     found = CapturedCommunication()
     document: dict[str, Any] = {}
     for one in objects:
@@ -97,8 +104,7 @@ def capture_communication(objects: Sequence[CommunicationState], rank: int, bits
             own = rank_tensor(rank, key)
             found.own[0][own], found.own[1][own] = as_array(value), dense_dtype_name(value, own)
         document[one.name] = msgspec.to_builtins(SavedObject(stored, dict(state.scalars)))
-    if objects:
-        found.documents[f"{_PREFIX}{rank}"] = document
+    found.documents[f"{_PREFIX}{rank}"] = document
     return found
 
 

@@ -22,7 +22,7 @@ from cnr_store.format.records import TableSchema
 from cnr_store.runtime.ranks import together
 from cnr_store.segment.codes import array_specs
 from cnr_store.training.background import LiveRead, SaveJob, WholeShard, failure_message
-from cnr_store.training.communication_state import capture_communication
+from cnr_store.training.communication_state import NO_COMMUNICATION, capture_communication
 from cnr_store.training.dense_staging import DenseStaging, StagedDense, stepped_by
 from cnr_store.training.document import TRAINER, KeptDocument, rng_documents, trainer_documents
 from cnr_store.training.dynamic_tables import StagedKeys, give_back_changes, stage_changes
@@ -215,7 +215,9 @@ class SaveStager:
         """
         training, rank = self.training, self.training.ranks.rank
         reader = self.position.document()  # before the generators: a loader may draw for its first state
-        communication = capture_communication(training.communication, rank, self.residual_bits)
+        communication = NO_COMMUNICATION
+        if training.communication:
+            communication = capture_communication(training.communication, rank, self.residual_bits)
         documents: dict[str, Any] = dict(communication.documents)
         if rank == 0:
             known, local = writer.snapshot.dense if writer.is_synced else (), plan.local

@@ -215,7 +215,9 @@ class Saver:
             self.chain.quality = None
         plan = self._plan(writer)
         transaction = writer.begin(self.position.step, plan.decision.kind, base=plan.decision.base)
-        transaction.note(with_metrics({**self._about, **(notes or {})}, self.training.communication))
+        about: Mapping[str, JsonValue] = {**self._about, **(notes or {})}
+        communication = self.training.communication
+        transaction.note(with_metrics(about, communication) if communication else about)
         self._notes = notes
         if self.policy.first_baseline == "live":
             try:

@@ -11,8 +11,6 @@ from itertools import repeat
 from operator import attrgetter, eq
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 from cnr_store.errors import BadInput, CommitStateUnknown, DoesNotApply, SaveInProgress, VersionExpired
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.limits import MAX_INTEGER
@@ -21,6 +19,7 @@ from cnr_store.read.plan import compare_digest, expected_digest
 from cnr_store.read.replay import named_rows
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.read.table_reader import replay_keyed
+from cnr_store.runtime.arguments import checked_choice, checked_count
 from cnr_store.runtime.closing import Closing
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.segment.codes import Array, TableCodes, array_specs
@@ -346,9 +345,9 @@ class Writer(Closing):
         """What this rank wants to begin, if it can."""
         state = self._state
         self._refuse_unsettled()
-        step = _checked_step(step)
-        _check_one_of("kind", kind, get_args(CommitKind))
-        _check_one_of("base", base, get_args(Base))
+        step = checked_count("step", step, most=MAX_INTEGER)
+        checked_choice("kind", kind, get_args(CommitKind))
+        checked_choice("base", base, get_args(Base))
         if state.open is not None:
             raise SaveInProgress("a transaction of this writer is still open; commit or abort it before the next")
         state.open_snapshot()
@@ -436,18 +435,3 @@ def _only(table: str, shards: tuple[Shard, ...]) -> Shard:
     raise BadInput(
         f"this rank holds {[str(shard) for shard in shards]} of table {table!r}; give outputs by Shard", table=table
     )
-
-
-def _checked_step(step: Any) -> int:
-    if isinstance(step, bool) or not isinstance(step, int | np.integer) or not 0 <= step <= MAX_INTEGER:
-        raise BadInput(f"step must be a whole number from 0 to {MAX_INTEGER}; found {step!r}", found=step)
-    return int(step)
-
-
-def _check_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise BadInput(
-            f"{name} must be one of {', '.join(map(repr, allowed))}; found {value!r}",
-            expected=list(allowed),
-            found=value,
-        )

@@ -6,6 +6,7 @@ import pytest
 from cnr_store.encodings import kernels, lattice, row_kernels, widths
 from cnr_store.encodings.digest import column_multipliers
 from cnr_store.errors import BadDtype, BadInput
+from cnr_store.runtime.fences import AHEAD
 from cnr_store.types import MAX_CODE, TableDtype
 from tests.support import encoding_reference as reference
 from tests.support.encoders import lattice_codes, lattice_floats
@@ -340,9 +341,24 @@ def test_rows_outside_the_target_are_reported_and_nothing_is_written(row: int) -
     assert not acc.any()
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "expected"),
+    [
+        (np.arange(0, 300, 3), 1, False),  # 12 bytes apart
+        (np.arange(0, 3000, 30), 1, True),
+        (np.arange(0, 300, 3), 16, True),
+        (np.random.default_rng(0).permutation(100), 1, True),
+        (np.arange(0, 300, 3)[:3], 16, False),
+        (np.arange(0), 1, False),
+    ],
+)
+def test_memory_is_asked_for_where_rows_share_no_cache_lines(rows: np.ndarray, columns: int, expected: bool) -> None:
+    assert kernels.are_far_apart(np.zeros((3000, columns), np.int32), rows.astype(np.int64)) == expected
+
+
 @pytest.mark.parametrize("row", [-(1 << 62), 1 << 62])
 def test_a_row_that_memory_is_asked_for_may_lie_anywhere(row: int) -> None:
-    count = kernels.AHEAD + 4
+    count = AHEAD + 4
     rows, codes = np.arange(count, dtype=np.int64), np.ones((count, 2), np.int32)
     rows[-1] = row
     acc, flags, out = np.zeros((count, 2), np.int32), np.zeros(count, np.uint8), np.zeros((count, 2), np.int32)

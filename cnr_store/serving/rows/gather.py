@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.runtime.fences import prefetch
+from cnr_store.runtime.fences import AHEAD, prefetch
 from cnr_store.runtime.jit import njit
 from cnr_store.types import RowIds
 
@@ -23,7 +23,6 @@ Places = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
 
 _ABSENT = 1  # table_codes.ABSENT
-_AHEAD = 8
 
 
 def as_words(rows: Array) -> Array:
@@ -42,8 +41,8 @@ def gather_range(rows: Array, start: int, ids: RowIds, out: Array) -> int:
     n, words = out.shape
     size = len(rows)
     for i in range(n):
-        if i + _AHEAD < n:
-            ahead = ids[i + _AHEAD] - start
+        if i + AHEAD < n:
+            ahead = ids[i + AHEAD] - start
             if ahead >= 0 and ahead < size:
                 prefetch(rows, ahead)
         at = ids[i] - start
@@ -90,8 +89,8 @@ def gather(base: Array, overlay: Array, fill: Array, places: Places, out: Array)
     n, words = out.shape
     nowhere = 0
     for i in range(n):
-        if i + _AHEAD < n:
-            ahead = places[i + _AHEAD]
+        if i + AHEAD < n:
+            ahead = places[i + AHEAD]
             if ahead >= 0:
                 prefetch(base, ahead)
             elif ahead < -1:
@@ -133,8 +132,8 @@ def scatter(base: Array, positions: Places, rows: Array) -> None:
     """``base[positions[i]] = rows[i]`` in words, where the position is not negative."""
     n, words = rows.shape
     for i in range(n):
-        if i + _AHEAD < n and positions[i + _AHEAD] >= 0:
-            prefetch(base, positions[i + _AHEAD])
+        if i + AHEAD < n and positions[i + AHEAD] >= 0:
+            prefetch(base, positions[i + AHEAD])
         at = positions[i]
         if at >= 0:
             for j in range(words):

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from numba import carray  # type: ignore[attr-defined]
 
 from cnr_store.runtime.addresses import address_of, int64s_at, uint8s_at
-from cnr_store.runtime.fences import prefetch
+from cnr_store.runtime.fences import AHEAD, prefetch
 from cnr_store.runtime.jit import njit
 from cnr_store.runtime.key_index import find_keys
 from cnr_store.segment.codes import ABSENT, Array
@@ -30,7 +30,6 @@ LEAST_TABLES = 4
 """Fewer are looked up one by one."""
 
 _FIELDS = 10
-_AHEAD = 8
 _INT64 = np.dtype(np.int64)
 
 Lines = npt.NDArray[np.int64]
@@ -79,8 +78,8 @@ def copy_rows(lines: Lines, counts: Any, ids: Any, places: Any, out: Any) -> int
         row_bytes = lines[k, 3]
         into = out[k]
         for i in range(at, at + counts[k]):
-            if i + _AHEAD < len(places):
-                prefetch(carray(uint8s_at(places[i + _AHEAD]), (1, 1)), 0)
+            if i + AHEAD < len(places):
+                prefetch(carray(uint8s_at(places[i + AHEAD]), (1, 1)), 0)
             if row_bytes % 8 == 0:
                 words = row_bytes // 8
                 row, copy = carray(int64s_at(places[i]), (words,)), carray(int64s_at(into), (words,))

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.encodings import widths
-from cnr_store.runtime.fences import prefetch
+from cnr_store.runtime.fences import AHEAD, prefetch
 from cnr_store.runtime.jit import njit
 from cnr_store.segment.codes import ArraySpec
 from cnr_store.types import Lattice
@@ -23,8 +23,6 @@ Positions = npt.NDArray[np.int64]
 
 LARGEST_CODE = (1 << 22) - 1
 """Largest |code| of a lattice that its float32 value gives back; twice what a writer may store."""
-
-_AHEAD = 8
 
 
 @njit(nogil=True, error_model="numpy")
@@ -38,8 +36,8 @@ def lattice_add(base: Array, positions: Positions, differences: Array, scale: np
     limit = np.int32(LARGEST_CODE)
     n, d = out.shape
     for i in range(n):
-        if i + _AHEAD < n:
-            prefetch(base, positions[i + _AHEAD])
+        if i + AHEAD < n:
+            prefetch(base, positions[i + AHEAD])
         at = positions[i]
         outside = np.int32(0)
         for j in range(d):
@@ -67,8 +65,8 @@ def float_bits_add(base: Array, positions: Positions, differences: Array, shift:
     sign = np.int32(-0x80000000) if base.itemsize == 4 else np.int32(-0x8000)
     n, d = out.shape
     for i in range(n):
-        if i + _AHEAD < n:
-            prefetch(base, positions[i + _AHEAD])
+        if i + AHEAD < n:
+            prefetch(base, positions[i + AHEAD])
         at = positions[i]
         outside = np.int32(0)
         for j in range(d):
@@ -93,8 +91,8 @@ def codes_add(base: Array, positions: Positions, differences: Array, wraps: bool
     """
     n, d = out.shape
     for i in range(n):
-        if i + _AHEAD < n:
-            prefetch(base, positions[i + _AHEAD])
+        if i + AHEAD < n:
+            prefetch(base, positions[i + AHEAD])
         at = positions[i]
         lost = np.int64(0)
         for j in range(d):
