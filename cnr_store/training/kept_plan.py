@@ -298,7 +298,9 @@ class KeptPlan:
         """Return the tables of this rank that `needs_new_schema` finds: new ones, and those stored in another way."""
         shards = local.state.shards
         dtypes = [(one.view if one.parameter is None else one.parameter).dtype for one in shards.values()]
-        judged = _Objects([local.documents, *schemas.values(), *options.values()], [[*schemas], [*options], dtypes])
+        tables = [shard.table for shard in shards.values()]
+        # By table, as the order of stored tables differs from save to save.
+        judged = _Objects([local.documents, *map(schemas.get, tables), *map(options.get, tables)], [tables, dtypes])
         if not judged.are(self._judged):
             self._judged = judged
             self._anew = frozenset(

@@ -19,6 +19,7 @@ from torch import nn
 
 from cnr_store.format.records import SlotSchema, TableSchema
 from cnr_store.runtime.ranks import OneRank
+from cnr_store.training import kept_plan
 from cnr_store.training.kept_plan import Entries, KeptPlan, LocalState, OwnedTables
 from cnr_store.training.shards import hold
 from cnr_store.training.state import (
@@ -238,6 +239,22 @@ def test_a_training_that_goes_on_keeps_its_plan(kind: str) -> None:
     assert second.documents is first.documents
     assert second.like is first.like
     assert_equal(second, one.fresh())
+
+
+def test_stored_tables_in_another_order_are_not_judged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Planned("adagrad")
+    trains(one)
+    local = one.kept.local_state()
+    one.store(local)
+    expected = one.kept.tables_anew(local, one.schemas, one.options)
+    judged: list[str] = []
+    monkeypatch.setattr(kept_plan, "needs_new_schema", lambda *_: judged.append("again"))
+
+    backwards = dict(reversed(one.schemas.items()))
+
+    assert list(backwards) != list(one.schemas)
+    assert one.kept.tables_anew(one.kept.local_state(), backwards, one.options) == expected
+    assert not judged
 
 
 def test_a_kept_plan_keeps_no_optimizer_state_alive() -> None:
