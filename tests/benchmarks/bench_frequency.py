@@ -2,9 +2,9 @@
 
 ``python tests/benchmarks/bench_frequency.py [--model trace mlperf/adam ...] [--places disk,1] [--quick]``: models
 that are trained for real. Each round, `torch.save` and `dcp.async_save` with a kept stager save once, the store after
-1, 8, 16, 32, 64 and 256 steps and with all rows touched. Then the same training runs without a manager, with one that
-never saves, one that saves every step alone, one that saves the steps trained while a save is written in the next one,
-and one with ``every_steps="auto"``, in turn.
+1, 8, 16, 32, 64 and 256 steps, after as few between them as should cost 1 %, and with all rows touched. Then the same
+training runs without a manager, with one that never saves, one that saves every step alone, one that saves the steps
+trained while a save is written in the next one, and one with ``every_steps="auto"``, in turn.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import harness
 import torch
 from bench_cost import Cost, measured
 from drifting import DRIFT
-from frequency import SavePoint, seconds_between
+from frequency import SavePoint, interval_to_measure, seconds_between
 from models import add_model_option, chosen_model
 from peers import Cnr, DcpAsyncKept, Peer, TorchSave
 from places import PLACES_HELP, Place, chosen_places
@@ -71,8 +71,13 @@ def full_round(make: Callable[[], Peer], place: Place, training: Trained) -> dic
         peer.close()
 
 
-def store_round(place: Place, training: Trained, intervals: Sequence[int]) -> dict[float, Cost]:
-    """Save after so many steps each, and once with all rows touched, in deltas of one chain."""
+def store_round(
+    place: Place, training: Trained, intervals: Sequence[int], steps_taken: harness.Timings
+) -> dict[float, Cost]:  # fmt: skip
+    """Save after so many steps each, and once with all rows touched, in deltas of one chain.
+
+    Then after the shortest interval between them that should cost at most `SHARE`, by each of `ACCOUNTS`.
+    """
     store = Cnr(BITS)
     store.open(place, training.state)
     try:
@@ -80,9 +85,16 @@ def store_round(place: Place, training: Trained, intervals: Sequence[int]) -> di
         run(training, store, 3)
         store.save()()  # warms up the buffers
         found: dict[float, Cost] = {}
-        for steps in intervals:
+
+        def save_after(steps: int) -> None:
             run(training, store, steps)
             found[steps] = _saved(store)
+
+        for steps in intervals:
+            save_after(steps)
+        between = {interval_to_measure(points(found, one), step_seconds(steps_taken, one), SHARE) for one in ACCOUNTS}
+        for interval in sorted(one for one in between if one is not None):
+            save_after(interval)
         move_all(store)
         found[ALL_ROWS] = _saved(store)
         return found
@@ -116,13 +128,13 @@ def move_all(store: Cnr) -> None:
 def measure_saves(place: Place, training: Trained, size: Size) -> tuple[Rounds, harness.Timings]:
     """Return what each save costs, round by round, and the seconds of some steps before each turn."""
     start = training.state.copy()
+    steps = harness.Timings([], [])
     turns: dict[str, Callable[[], dict[float, Cost]]] = {
         TorchSave.name: partial(full_round, TorchSave, place, training),
         DcpAsyncKept.name: partial(full_round, DcpAsyncKept, place, training),
-        "cnr_store": partial(store_round, place, training, size.intervals),
+        "cnr_store": partial(store_round, place, training, size.intervals, steps),
     }
     rounds: Rounds = defaultdict(list)
-    steps = harness.Timings([], [])
     for number in range(size.repeats):
         for name in list(turns)[:: 1 if number % 2 == 0 else -1]:
             training.state.fill(start)
@@ -139,6 +151,11 @@ def measure_saves(place: Place, training: Trained, size: Size) -> tuple[Rounds, 
 def behind_s(cost: Cost) -> float:
     """Return the CPU seconds of a save in the background."""
     return max(0.0, cost.cpu_s - cost.stall_cpu_s)
+
+
+def step_seconds(steps: harness.Timings, account: str) -> float:
+    """Return what a step takes by one of `ACCOUNTS`."""
+    return statistics.median(steps.cpu if account == "CPU time alone" else steps.wall)
 
 
 def points(costs: Mapping[float, Cost], account: str) -> list[SavePoint]:
@@ -161,7 +178,8 @@ NOTE = (
     "costs its stall. No core to spare: its threads in the stall one after the other, and its CPU time behind the "
     "training. CPU time alone: what saves and steps compute, no waiting; the steadiest figure on a busy machine. No "
     "save begins before the one before is committed. Between two measured intervals a save of the store counts as the "
-    "longer one's."
+    "longer one's; in each round the shortest that should do, by a straight line between its neighbours, is measured "
+    "too."
 )
 PUBLISHED = (
     "Published: Check-N-Run's successor DECK saves 12 times as often as before at negligible cost; LowDiff saves every "
@@ -172,26 +190,21 @@ PUBLISHED = (
 def report_saves(report: harness.Report, what: str, rounds: Rounds, steps: harness.Timings, size_bytes: int) -> None:
     """Add what saves cost, saves per hour, and the ratios to the peers round by round."""
     step_s, step_cpu_s = statistics.median(steps.wall), statistics.median(steps.cpu)
-    rows: list[list[harness.Cell]] = [
-        [
-            name, "all rows" if interval == ALL_ROWS else int(interval), kept[0][interval].size_bytes / 1e3, *(
-                1e3 * statistics.median(found)
-                for found in (
-                    [costs[interval].stall_s for costs in kept],
-                    [behind_s(costs[interval]) for costs in kept],
-                    [costs[interval].done_s for costs in kept],
-                )
-            ),
-        ]
-        for name, kept in rounds.items()
-        for interval in kept[0]
-    ]  # fmt: skip
+    rows: list[list[harness.Cell]] = []
+    for name, kept in rounds.items():
+        for interval in sorted({one for costs in kept for one in costs}):
+            own = [costs[interval] for costs in kept if interval in costs]
+            rows.append([
+                name, "all rows" if interval == ALL_ROWS else int(interval), own[0].size_bytes / 1e3,
+                1e3 * statistics.median(one.stall_s for one in own), 1e3 * statistics.median(map(behind_s, own)),
+                1e3 * statistics.median(one.done_s for one in own),
+            ])  # fmt: skip
     report.table(
         f"Saves, {what}: {size_bytes / 1e6:.0f} MB of tensors", SAVE_COLUMNS, rows,
         NOTE.format(step=1e3 * step_s, cpu=1e3 * step_cpu_s),
     )  # fmt: skip
     for account in ACCOUNTS:
-        one_step_s = step_cpu_s if account == "CPU time alone" else step_s
+        one_step_s = step_seconds(steps, account)
         hourly = {
             name: [3600 / seconds_between(points(costs, account), one_step_s, SHARE) for costs in kept]
             for name, kept in rounds.items()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +45,22 @@ def seconds_between(points: Sequence[SavePoint], step_s: float, share: float) ->
             return least * step_s
         shorter = point.steps
     raise ValueError("the last point has no infinite interval, and no interval is long enough")
+
+
+def interval_to_measure(points: Sequence[SavePoint], step_s: float, share: float) -> int | None:
+    """Return the shortest interval between measured ones that should cost at most ``share``, by straight lines.
+
+    None where the shortest that does is measured, or longer than all measured ones that end.
+
+    >>> interval_to_measure([SavePoint(8, 0.009, 0.1), SavePoint(16, 0.013, 0.1)], step_s=0.1, share=0.01)
+    10
+    """
+    ended = sorted((one for one in points if one.steps < math.inf), key=lambda one: one.steps)
+    for shorter, longer in pairwise(ended):
+        for steps in range(int(shorter.steps), int(longer.steps)):
+            part = (steps - shorter.steps) / (longer.steps - shorter.steps)
+            lost_s = shorter.lost_s + part * (longer.lost_s - shorter.lost_s)
+            done_s = shorter.done_s + part * (longer.done_s - shorter.done_s)
+            if max(lost_s / share, done_s) <= steps * step_s:
+                return None if steps == shorter.steps else steps
+    return None

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import bench_frequency
 import harness
+import numpy as np
 import pytest
 from drifting import DIM
-from frequency import SavePoint, seconds_between
+from frequency import SavePoint, interval_to_measure, seconds_between
 from hypothesis import given
 from hypothesis import strategies as st
 from models import equal_tables
@@ -49,6 +50,34 @@ def test_dearer_saves_come_no_more_often(points: list[SavePoint], step_s: float,
 
     assert seconds_between(dearer, step_s, share) >= found
     assert seconds_between(points, step_s, min(0.5, factor * share)) <= found
+
+
+@given(st.integers(1, 100), st.integers(2, 100), st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
+def test_the_interval_to_measure_is_the_first_that_the_line_pays_for(
+    shorter: int, beyond: int, dearer: float, growth: float, done: float
+) -> None:
+    longer = shorter + beyond
+    first = 0.01 * (shorter + dearer * beyond)
+    known = [
+        SavePoint(shorter, first, done * longer),
+        SavePoint(longer, first + growth * (0.01 * longer - first), done * longer),
+    ]
+
+    found = interval_to_measure([*known, SavePoint(math.inf, 1e3, 1e3)], 1.0, 0.01)
+
+    lost = np.interp(np.arange(longer), [shorter, longer], [one.lost_s for one in known])
+
+    def is_paid(steps: int, slack: float) -> bool:
+        return max(float(lost[steps]) / 0.01, done * longer) <= steps * (1 + slack)
+
+    if found is None:
+        assert is_paid(shorter, 1e-9) or not any(is_paid(steps, -1e-9) for steps in range(shorter, longer))
+        return
+    assert is_paid(found, 1e-9)
+    assert not any(is_paid(steps, -1e-9) for steps in range(shorter, found))
+    points = [*known, SavePoint(math.inf, 1e3, 1e3)]
+    after = seconds_between([*points, SavePoint(found, float(lost[found]), done * longer)], 1.0, 0.01)
+    assert after <= min(found, seconds_between(points, 1.0, 0.01)) * (1 + 1e-9)
 
 
 def test_costs_without_an_end_are_refused() -> None:
