@@ -543,6 +543,11 @@ class Saver:
         BackgroundSaveFailed
             The last save failed, or its outcome could not be learned.
         """
+        if self.schedule.is_never_due and not self.history and self.position.step > self.schedule.last_step:
+            logger.warning(
+                "%s: step %d is the last, and nothing was saved: without every_steps= and SavePolicy(every_seconds=) "
+                "only save() saves", self.writer.store.url, self.position.step,
+            )  # fmt: skip
         try:
             error = self.collect(wait=True)
             if self.state is SaveState.UNKNOWN:

@@ -94,6 +94,11 @@ class SaveSchedule:
         """What ``auto`` has chosen, if there is one."""
         return None if self.auto is None else self.auto.interval
 
+    @property
+    def is_never_due(self) -> bool:
+        """Whether only the caller saves."""
+        return self.every_steps is None and self.every_seconds is None and self.auto is None
+
     def is_due(self, step: int, now_s: float) -> bool:
         """Return whether a save is due at a step, at a monotonic time in seconds."""
         every_steps = self.every_steps
@@ -149,6 +154,7 @@ class SaveBoundary:
     position: TrainingPosition
     intervals: IntervalReader | None
     _steps_off: int = field(default=0, init=False)
+    _steps_overtaken: int = field(default=0, init=False)
     _has_warned: bool = field(default=False, init=False)
 
     def must_wait(self) -> bool:
@@ -159,22 +165,32 @@ class SaveBoundary:
         return waits
 
     def _waits_here(self) -> bool:
-        """Whether a save must wait for reader or optimizer step; warns, once, if that step does not seem to come."""
+        """Whether a save must wait for reader or optimizer step; warns, once, if that step does not seem to come.
+
+        Where the optimizer has stepped before each of several calls, and lookups wait all the same, it waits no longer:
+        they were made after it, as by an evaluation with gradients, and would put every save off.
+        """
         if self.intervals is not None and self.position.given_state is None and not self.intervals.is_ready:
             self.intervals.prepare()
             if not self.intervals.is_ready:
                 return True
         if self.tracker.at_step_boundary:
-            self._steps_off = 0
+            self._steps_off = self._steps_overtaken = 0
             return False
         self._steps_off += 1
+        self._steps_overtaken = self._steps_overtaken + 1 if self.tracker.overtaken.are_all() else 0
+        is_overtaken = self._steps_overtaken >= _STEPS_UNTIL_WARNING
         if self._steps_off >= _STEPS_UNTIL_WARNING and not self._has_warned:
             self._has_warned = True
             try:
                 self.tracker.check_boundary()
             except BadInput as error:
-                warn_caller(f"no checkpoint for {self._steps_off} steps although one is due: {error}")
-        return True
+                late = f"no checkpoint for {self._steps_off} steps although one is due"
+                now = "; it is made now, and so are later ones: without a batch that still waits for its update"
+                warn_caller(f"{late}{now if is_overtaken else ''}: {error}")
+        if is_overtaken:
+            self.tracker.overtaken.settle()
+        return not is_overtaken
 
 
 EXIT_CODE = 128 + signal.SIGTERM

@@ -12,7 +12,7 @@ are right in compiled models too. Nothing here waits for a device.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -67,7 +67,6 @@ NOTED = 1 << 12
 
 @dataclass(slots=True)
 class _Table:
-    updates: int = 0
     is_followed: bool = True
     in_flight: deque[tuple[int, KeptLookup]] = field(default_factory=deque)  # (updates at that time, ids)
 
@@ -93,6 +92,8 @@ class LookupLedger:
         self._counts = self.counts.numpy()
         self._settled = self._counts.copy()  # at the last update of each
         self._at_take = self._counts.copy()  # when the interval began
+        self.updates = np.zeros_like(self._counts)
+        """Updates ever made, by place."""
         self.noted: list[int] = []
         """Places of lookups that `counts` does not have yet: hooks append to it, which needs no lock."""
         self._tables = [_Table() for _ in tables]
@@ -126,7 +127,7 @@ class LookupLedger:
             for place in dict.fromkeys(places):
                 table = self._tables[place]
                 if table.is_followed:
-                    table.in_flight.append((table.updates, lookup))
+                    table.in_flight.append((int(self.updates[place]), lookup))
 
     def follow(self, place: int, *, is_followed: bool) -> None:
         """Set whether something will settle the table's lookups; otherwise their ids are not kept."""
@@ -160,10 +161,10 @@ class LookupLedger:
         with packed.LOCK:
             self.count()
             self._settled[places] = self._counts[places]
+            self.updates[places] += 1
             for place in places if self.keeps_ids else ():
                 table = self._tables[place]
-                table.updates += 1
-                while table.in_flight and table.updates - table.in_flight[0][0] > self._steps_ahead:
+                while table.in_flight and self.updates[place] - table.in_flight[0][0] > self._steps_ahead:
                     table.in_flight.popleft()
 
     def settle_all(self) -> None:
@@ -342,6 +343,43 @@ class TrackedTables:
         for mates in by_memory.values():
             for one in mates:
                 one.mates = tuple(other for other in mates if other is not one)
+
+
+class OvertakenLookups:
+    """Lookups that wait although their tables were updated since: they were made with gradients, and nothing follows.
+
+    Parameters
+    ----------
+    waiting
+        Returns the tables with a lookup that waits.
+    """
+
+    def __init__(self, ledger: LookupLedger, waiting: Callable[[], list[TrackedTable]]) -> None:
+        self._ledger, self._waiting = ledger, waiting
+        self._seen = ledger.updates.copy()
+        self._unmarked: list[TrackedTable] = []
+
+    def are_all(self) -> bool:
+        """Whether each table with a lookup that waits was updated since the last call."""
+        updates = self._ledger.updates.copy()
+        is_newer, self._seen = updates > self._seen, updates
+        return all(is_newer[one.place] for one in self._waiting())
+
+    def settle(self) -> None:
+        """Settle the lookups that wait, so that rows can be taken; an update that is still to come is in the next take.
+
+        The step of an attached optimizer marks its rows by their gradients. Where another code makes the update, all
+        rows of the table are marked after the next take.
+        """
+        self._unmarked += [one for one in self._waiting() if one.optimizer is None]
+        self._ledger.settle_all()
+
+    def mark_again(self) -> None:
+        """Mark what `settle` left unmarked: rows were taken."""
+        for one in self._unmarked:
+            one.marked = True
+            one.bitmap.mark_all(one.table)
+        self._unmarked.clear()
 
 
 class RowProbe:

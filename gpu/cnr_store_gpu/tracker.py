@@ -25,7 +25,15 @@ from cnr_store_gpu.memory import check_all, memory_of
 from cnr_store_gpu.optimizers import Movement, RowMovement, inner_optimizer, row_slots
 from cnr_store_gpu.shards import ChangeSource, WatchedShard, bounds_of, check_shards, tensor_of
 from cnr_store_gpu.tables import plan_tables
-from cnr_store_gpu.tracked_table import LookupLedger, RowProbe, TrackedTable, TrackedTables, restamp, written
+from cnr_store_gpu.tracked_table import (
+    LookupLedger,
+    OvertakenLookups,
+    RowProbe,
+    TrackedTable,
+    TrackedTables,
+    restamp,
+    written,
+)
 
 InFlight = Literal["refuse", "remark"]
 
@@ -131,6 +139,7 @@ class RowTracker:
         self._sources: dict[str, list[ChangeSource]] = {}
         checked = {table: weight for table, weight in weights.items() if weight is not None}
         self._probe = RowProbe(checked, rows_per_table=verify_rows, seed=seed) if verify_rows else None
+        self.overtaken = OvertakenLookups(self._ledger, self._waiting_tables)
         self._following = Following(
             list(self._tables), self._ledger, assume=assume, allow_dense=allow_dense, on_bypass=on_bypass
         )
@@ -306,7 +315,8 @@ class RowTracker:
         if waiting:
             raise BadInput(
                 f"between forward and optimizer step: lookups that wait for their step, by table: "
-                f"{waiting}. Save right after optimizer.step(); after a skipped step, or an update that no "
+                f"{waiting}. Save right after optimizer.step(), and evaluate under torch.no_grad(); "
+                f"after a skipped step, or an update that no "
                 f"attached optimizer makes, call manager.tracker.declare_boundary() first, or updated(name) where it "
                 f"is made; where batches are always in flight, use TrackingOptions(in_flight='remark')",
                 table=next(iter(waiting)),
@@ -326,11 +336,10 @@ class RowTracker:
         check_all(self._memories)
 
     def _waiting(self) -> dict[str, int]:
-        return {
-            watched.table: self._ledger.pending(watched.place)
-            for watched in map(self._tables.at, self._ledger.waiting())
-            if self._following.ends_lookups(watched)
-        }
+        return {watched.table: self._ledger.pending(watched.place) for watched in self._waiting_tables()}
+
+    def _waiting_tables(self) -> list[TrackedTable]:
+        return [one for one in map(self._tables.at, self._ledger.waiting()) if self._following.ends_lookups(one)]
 
     # ---- handing rows out
 
@@ -372,6 +381,7 @@ class RowTracker:
             self._following.ever.add(taken[watched.table])
         for lookup in self._ledger.in_flight():
             self._tables.mark_again(lookup)
+        self.overtaken.mark_again()
         if self._probe is not None:
             self._probe.resample()
         return taken

@@ -372,6 +372,27 @@ def test_skipped_step_is_declared() -> None:
     assert taken(tracker) == {"weight": [1]}
 
 
+def test_a_lookup_that_is_settled_before_its_update_loses_no_row() -> None:
+    model = nn.ModuleDict({"a": nn.Embedding(20, 3), "b": nn.Embedding(20, 3)})
+    tracker = RowTracker(model)
+    for table in model.values():
+        table(ids(1, 2))
+    assert not tracker.overtaken.are_all()
+
+    tracker.updated("a.weight")
+    model["a"](ids(4))
+    assert not tracker.overtaken.are_all()
+    for name in ("a.weight", "b.weight"):
+        tracker.updated(name)
+    model["a"](ids(4))
+    assert tracker.overtaken.are_all()
+    tracker.overtaken.settle()
+
+    assert taken(tracker) == {"a.weight": [1, 2, 4], "b.weight": [1, 2]}
+    assert taken(tracker) == {"a.weight": list(range(20)), "b.weight": []}
+    assert taken(tracker) == {"a.weight": [], "b.weight": []}
+
+
 def test_step_of_another_optimizer_is_no_boundary() -> None:
     model = nn.ModuleDict({"a": nn.Embedding(20, 3), "b": nn.Embedding(20, 3)})
     first, second = sgd(model["a"]), sgd(model["b"])

@@ -309,6 +309,63 @@ def test_a_save_that_never_meets_a_step_boundary_is_told_once(backend: Backend) 
     assert_stored(store, training)
 
 
+def test_lookups_with_gradients_and_no_backward_put_no_save_off_for_ever(backend: Backend) -> None:
+    """An evaluation with gradients between optimizer.step() and step() meant that no save was ever made."""
+    store, training, manager = begun(backend, every_steps=1)
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in range(12):
+            training.train(number)
+            users, items, _ = training.batch(number + 100)
+            training.model(users, items)
+            manager.step()
+            manager.wait_until_finished()
+
+    assert [report.step for report in manager.history] == [8, 9, 10, 11, 12]
+    (only,) = told
+    assert "no checkpoint for 8 steps although one is due; it is made now" in str(only.message)
+    assert "torch.no_grad()" in str(only.message)
+    manager.close()
+    assert_stored(store, training)
+
+
+def test_an_update_of_a_lookup_that_a_save_did_not_wait_for_is_in_the_next(backend: Backend) -> None:
+    store, training, manager = begun(backend, every_steps=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(9):
+            training.train(number)
+            users, items, _ = training.batch(number + 100)
+            loss = training.model(users, items).sum()
+            manager.step()
+            manager.wait_until_finished()
+    assert len(manager.history) == 2
+
+    loss.backward()
+    for optimizer in training.optimizers:
+        optimizer.step()
+    manager.step()
+    manager.close()
+
+    assert [report.step for report in manager.history] == [8, 9, 10]
+    assert_stored(store, training)
+
+
+@pytest.mark.parametrize(("every_steps", "saves"), [(None, False), (None, True), (10, False)])
+def test_a_manager_that_only_the_caller_saves_says_so_if_it_never_did(
+    every_steps: int | None, saves: bool, backend: Backend, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, training, manager = begun(backend, every_steps=every_steps)
+    go_on(training, manager, 0, 3, saves=saves)
+
+    manager.close()
+
+    is_silent = saves or every_steps is not None
+    assert is_silent or "step 3 is the last, and nothing was saved" in caplog.text
+    assert not is_silent or "nothing was saved" not in caplog.text
+
+
 def test_the_loop_ends_only_behind_its_save(backend: Backend) -> None:
     """step() said after SIGTERM that the state was saved although it had waited for a step boundary."""
     store, training, manager = begun(backend)
