@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from cnr_store.errors import BadInput, Unsupported
 from cnr_store.integrations.frameworks import TrainingInStore, missing_framework
@@ -119,13 +118,6 @@ def _model_of(unit: TrainUnit[Any]) -> nn.Module:
     found = {name: unwrapped(one) for name, one in unit.tracked_modules().items() if one.state_dict()}
     if not found:
         raise BadInput("the unit tracks no module with parameters; set it as an attribute, as self.module = model")
-    for name, module in found.items():
-        if any(isinstance(one, FullyShardedDataParallel | FSDPModule) for one in module.modules()):
-            raise Unsupported(
-                f"FSDP shards parameters of {name}; save through torch.distributed.checkpoint, with "
-                "cnr_store.integrations.dcp",
-                found=name,
-            )
     return next(iter(found.values())) if len(found) == 1 else nn.ModuleDict(found)
 
 

@@ -6,6 +6,7 @@ the layout of the optimizers are stored in the documents ``trainer/0`` and ``pro
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from cnr_store.encodings import widths
-from cnr_store.errors import BadInput, TableNotFound
+from cnr_store.errors import BadInput, TableNotFound, Unsupported
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.ranks import Ranks
 from cnr_store.training.shards import (
@@ -33,6 +34,14 @@ from cnr_store_gpu import plan_tables, scalar_state
 
 INLINE_ELEMENTS = 1
 """Optimizer tensors of at most so many elements (step counters) are stored in the document ``progress/0``."""
+
+_BY_DCP = "save it through torch.distributed.checkpoint, with cnr_store.integrations.dcp"
+_DIVIDED = (
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", _BY_DCP),
+    ("torch.distributed.tensor", "DTensor", _BY_DCP),
+    ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer", "use the optimizer it divides"),
+)
+"""Classes of torch that divide dense tensors or their optimizer state among ranks: module, name, what to do."""
 
 
 class Optimized(msgspec.Struct, frozen=True, eq=False):
@@ -306,6 +315,7 @@ def find_local_shards(
     ------
     TableNotFound, BadDtype, Unsupported
     """
+    _refuse_divided(model, optimizers)
     plain = table_parameters(model, declared)
     several = ranks.world > 1
     shards = [whole_shard(name, table, optimizers, is_replicated=several) for name, table in plain.items()]
@@ -313,3 +323,23 @@ def find_local_shards(
     for shard in shards:
         table_dtype_name(shard.weight, shard.table)
     return plain, shards
+
+
+def _refuse_divided(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Return if each rank has dense tensors and their optimizer state whole: rank 0 saves them for all.
+
+    Raises
+    ------
+    Unsupported
+    """
+    numbered = ((f"optimizer {index}", one) for index, one in enumerate(optimizers))
+    named = [*model.named_modules(), *model.named_parameters(), *model.named_buffers(), *numbered]
+    for module, kind, remedy in _DIVIDED:
+        # A process that has not imported a class has no object of it, and importing these takes up to a second.
+        divided = getattr(sys.modules.get(module), kind, ())
+        if found := next((name or "the model" for name, one in named if isinstance(one, divided)), None):
+            raise Unsupported(
+                f"{found!r} is a {kind}: each rank has only a part, and a manager saves dense tensors and their "
+                f"optimizer state whole, from rank 0; {remedy}",
+                found=found,
+            )

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from cnr_store import BadInput, Store
-from cnr_store.errors import BackgroundSaveFailed, StorageFailure
+from cnr_store.errors import BackgroundSaveFailed, StorageFailure, Unsupported
 from cnr_store.training import CheckpointManager
 from cnr_store.write.transaction import Transaction
 from tests.training.ranks.copies import EXACT, Run, spoiled
@@ -283,3 +286,20 @@ def ranks_with_different_models_are_refused(place: Place) -> None:
     ):
         with pytest.raises(BadInput, match="rank 1 has other optimizers"):
             CheckpointManager(place.url("unlike"), model=model, optimizer=optimizers, options=EXACT)
+
+
+@scenario(1, 2)
+def what_is_divided_among_ranks_is_refused(place: Place) -> None:
+    """Rank 0 saves dense tensors and their state for all: the parts of other ranks were lost without an error."""
+    mesh = init_device_mesh("cpu", (place.world,))
+    for divided, found in (
+        (fully_shard(nn.Linear(8, 4), mesh=mesh), "1.weight"),
+        (FullyShardedDataParallel(nn.Linear(8, 4), device_id=torch.device("cpu")), "1"),
+    ):
+        model = nn.Sequential(nn.Embedding(6, 8), divided)
+        with pytest.raises(Unsupported, match=f"'{found}' is a .*cnr_store.integrations.dcp"):
+            CheckpointManager(place.url("divided"), model=model)
+    model = nn.Sequential(nn.Embedding(6, 8), nn.Linear(8, 4))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adagrad, lr=0.1)
+    with pytest.raises(Unsupported, match="'optimizer 0' is a ZeroRedundancyOptimizer"):
+        CheckpointManager(place.url("divided"), model=model, optimizer=optimizer)

@@ -48,6 +48,7 @@ PLAIN = {
     "what_one_rank_cannot_read_no_rank_goes_on_with": 1,
     "clocks_of_several_ranks_are_no_measure": 1,
     "ranks_with_different_models_are_refused": 1,
+    "what_is_divided_among_ranks_is_refused": 1,
     "dynamic_tables_evict_while_they_are_saved": 1,
     "fewer_ranks_go_on_with_dynamic_tables": 2,
 }
