@@ -52,8 +52,9 @@ Hex32 = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{32}}{_END}")]
 Hex32s = Annotated[str, Meta(pattern=rf"^([0-9a-f]{{32}})*{_END}")]
 """Several xxh3-128, joined."""
 
-Hex16 = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{16}}{_END}")]
-"""A state digest."""
+PartDigest = Annotated[str, Meta(extra_json_schema={"pattern": rf"^[0-9a-f]{{16}}{_END}"})]
+"""A state digest. Those of all parts are looked at together: msgspec calls a function of Python for each pattern, which
+takes five times as long as all else that is parsed of a manifest. `manifest_checks` does."""
 
 Hex8 = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{8}}{_END}")]
 BranchOrNone = Annotated[str, Meta(pattern=rf"^([0-9a-f]{{32}})?{_END}")]
@@ -63,8 +64,15 @@ SegmentName = Annotated[str, Meta(pattern=SEGMENT_PATTERN)]
 """The name of a segment."""
 
 KeyPath = Annotated[str, Meta(pattern=PATH_PATTERN)]
-Name = Annotated[str, Meta(min_length=1, max_length=1024, pattern=rf"^[^\x00-\x1f\x7f]+{_END}")]
+KnownPath = Annotated[str, Meta(extra_json_schema={"pattern": PATH_PATTERN})]
+"""A path of which `manifest` looks whether it is one of those that are listed."""
+
+_NAME_PATTERN = rf"^[^\x00-\x1f\x7f]+{_END}"
+Name = Annotated[str, Meta(min_length=1, max_length=1024, pattern=_NAME_PATTERN)]
 """Table, slot, tensor, tag, channel or branch; `layout.check_name` checks its length: at most 1,024 bytes of UTF-8."""
+
+TableName = Annotated[str, Meta(min_length=1, max_length=1024, extra_json_schema={"pattern": _NAME_PATTERN})]
+"""A `Name` of which `manifest_checks` looks at the characters, of all tables together."""
 
 ArrayName = Annotated[str, Meta(pattern=rf"^([a-z0-9_]+|slots/[^\x00-\x1f\x7f]+){_END}")]
 """An array of a group: ``rows``, ``codes``, ``slots/<slot>`` ...; an array of dense tensors has its dtype as name."""

@@ -10,6 +10,8 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain, count
 from operator import attrgetter
 
 import msgspec
@@ -25,6 +27,7 @@ from cnr_store.format.records import (
     DenseEntry,
     Manifest,
     PartEntry,
+    PartPlace,
     RowListEntry,
     TableSchema,
 )
@@ -34,6 +37,7 @@ _CARRIERS = {"float32": "float32", "float16": "float16", "bfloat16": "uint16"}
 _STORED_AS = {"bfloat16": "uint16", "bool": "uint8"}
 _INTEGERS = ("int16", "int32", "int64")
 _NO_BYTES = xxhash.xxh3_128_hexdigest(b"")
+_DIGITS, _DIGEST_DIGITS = "0123456789abcdef", 16
 _MANTISSA_BITS = {"float32": range(24), "float16": range(10, 11), "bfloat16": range(7, 8)}
 
 
@@ -61,17 +65,17 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
             check_name(node)
     if len({*manifest.documents, *manifest.kept}) != len(manifest.documents) + len(manifest.kept):
         yield "a document is kept twice, or kept and stored"
-    forms: dict[Form, int] = {}
+    yield from digest_problems(manifest.parts)
     form_of: dict[int, int] = {}
     for name, schema in {id(schema): (name, schema) for name, schema in manifest.tables.items()}.values():
         sound = _SOUND.get(id(schema))
         if sound is None or sound[0] is not schema:
             problems = [*_schema_problems(name, schema), *_form_problems(name, schema)]
             yield from problems
-            sound = schema, _form_of(schema)
+            sound = schema, _number_of(_form_of(schema))
             if not problems:
                 _keep_sound(*sound)
-        form_of[id(schema)] = forms.setdefault(sound[1], len(forms))
+        form_of[id(schema)] = sound[1]
     fitting: Fitting = set()
     plain: set[str] = set()
     for part in manifest.parts:
@@ -94,6 +98,15 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
     yield from _shared_elements(manifest)
 
 
+def digest_problems(parts: Sequence[PartPlace]) -> Iterator[str]:
+    """Yield state digests that are not 16 hexadecimal digits."""
+    digests = chain(map(attrgetter("base_digest"), parts), map(attrgetter("state_digest"), parts))
+    texts = [digest for digest in digests if digest is not None]
+    if {*map(len, texts)} - {_DIGEST_DIGITS} or "".join(texts).strip(_DIGITS):
+        wrong = next(text for text in texts if len(text) != _DIGEST_DIGITS or text.strip(_DIGITS))
+        yield f"a part has state digest {wrong!r}"
+
+
 def entry_problems(manifest: Manifest, entry: ChainEntry) -> Iterator[str]:
     """Yield where a manifest is not the one that its chain entry describes. Pure."""
     if segment_name(manifest.base, manifest.txn) != entry.seg:
@@ -112,16 +125,26 @@ Form = tuple[object, ...]
 """What decides which arrays a table has: the same for tables that differ in name, size and scale alone."""
 
 
-_SOUND: dict[int, tuple[TableSchema, Form]] = {}
-"""By identity: schemas without problems, and their forms. Those that did not change are one object in all manifests."""
+_SOUND: dict[int, tuple[TableSchema, int]] = {}
+"""By identity: schemas without problems, with the number of their form. Those that did not change are one object in all
+manifests."""
 
 _MOST_SOUND = 1 << 14
 
 
-def _keep_sound(schema: TableSchema, form: Form) -> None:
+def _keep_sound(schema: TableSchema, form: int) -> None:
     if len(_SOUND) >= _MOST_SOUND:
         _SOUND.clear()
     _SOUND[id(schema)] = schema, form
+
+
+_NUMBERS = count()
+
+
+@lru_cache(maxsize=_MOST_SOUND)
+def _number_of(_: Form) -> int:
+    """A number that no other form has. It is hashed faster."""
+    return next(_NUMBERS)
 
 
 def _form_of(schema: TableSchema) -> Form:

@@ -26,13 +26,14 @@ from cnr_store.format.fields import (
     Feature,
     Float32,
     Hex8,
-    Hex16,
     Hex32,
     Hex32s,
     KeyPath,
+    KnownPath,
     Name,
     NumRows,
     ObjectSize,
+    PartDigest,
     Positive,
     RowNumber,
     SegmentName,
@@ -40,6 +41,7 @@ from cnr_store.format.fields import (
     Shape,
     ShardChunks,
     Shift,
+    TableName,
     TensorDtype,
     Text,
 )
@@ -353,7 +355,7 @@ class ListLine(msgspec.Struct, kw_only=True, gc=False):
     sets them as it makes the chunks.
     """
 
-    group: KeyPath
+    group: KnownPath
     count: Positive
     first: tuple[RowNumber, ...]
     last: tuple[RowNumber, ...]
@@ -365,11 +367,11 @@ class PartPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
     ``base_digest`` is the state digest the part starts from.
     """
 
-    table: Name
+    table: TableName
     rows: tuple[NumRows, NumRows]
     columns: tuple[NumRows, Dim]
-    base_digest: Hex16 | None = None
-    state_digest: Hex16 | None = None
+    base_digest: PartDigest | None = None
+    state_digest: PartDigest | None = None
 
     def __str__(self) -> str:
         return f"{self.table!r} (rows {self.rows}, columns {self.columns})"
@@ -459,7 +461,7 @@ class SegmentDocument(Written, frozen=True, kw_only=True):
     l0: Count
     l1: Count
     step: Count
-    tables: dict[Name, TableSchema]
+    tables: dict[TableName, TableSchema]
     dropped: tuple[Name, ...] = ()
     ended: tuple[Name, ...] = ()
     scalars: dict[str, JsonValue] = {}

@@ -23,6 +23,7 @@ from cnr_store.format.chain_checks import chain_problems, record_problems
 from cnr_store.format.documents import JSON, decode_document, loads, sha256, unpack
 from cnr_store.format.limits import MAX_MANIFEST_BYTES, MAX_TREE_NESTING
 from cnr_store.format.manifest import decode_segment
+from cnr_store.format.manifest_checks import digest_problems
 from cnr_store.format.manifest_state import with_state
 from cnr_store.format.records import (
     ArrayEntry,
@@ -60,7 +61,10 @@ def read_receipt(storage: Storage, name: str, writer: str, digest: str) -> Recei
         raise CorruptObject(
             f"receipt {key} has another sha256 than its rank reported", path=key, expected=digest, found=sha256(data)
         )
-    return decode_document(unpack(data, key), Receipt, key)
+    receipt = decode_document(unpack(data, key), Receipt, key)
+    for problem in digest_problems(receipt.parts):
+        raise CorruptStore(f"receipt {key}: {problem}", path=key)
+    return receipt
 
 
 IfMissing = Callable[[MissingObject], None]

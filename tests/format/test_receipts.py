@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cnr_store.errors import CorruptObject, MissingObject
+from cnr_store.errors import CorruptObject, CorruptStore, MissingObject
+from cnr_store.format.records import PartLine
 from cnr_store.runtime.threads import Throttle, Workers
 from cnr_store.segment.reader import read_receipt
 from cnr_store.segment.writer import SegmentWriter
@@ -46,3 +47,15 @@ def test_another_receipt_than_its_writer_named_is_refused(written: tuple[Storage
 def test_a_receipt_that_is_not_there_is_refused(written: tuple[Storage, str]) -> None:
     with pytest.raises(MissingObject, match=r"r00002-.*.receipt.json.zst is missing"):
         read_receipt(written[0], SEGMENT, "r00002-" + "b" * 8, written[1])
+
+
+def test_a_receipt_with_a_state_digest_that_is_none_is_refused(tmp_path: Path) -> None:
+    storage, part = open_storage(str(tmp_path)), PartLine(table="t", rows=(0, 1), columns=(0, 2), state_digest="7")
+    with Workers(1) as workers:
+        writer = SegmentWriter(storage, SEGMENT, writer=WRITER, workers=workers, throttle=Throttle(None))
+        digest = writer.put_receipt(
+            writer.finish(txn=TXN, rank=1, world=2, attempt="b" * 8, base=1, l0=0, parts=(part,))
+        )
+
+    with pytest.raises(CorruptStore, match="a part has state digest '7'"):
+        read_receipt(storage, SEGMENT, WRITER, digest)
