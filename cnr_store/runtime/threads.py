@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import chain, islice
-from pathlib import Path
 from typing import Generic, TypeVar
 
 from cnr_store.errors import BadInput
@@ -44,36 +43,6 @@ def background_cpu_s() -> float:
             with contextlib.suppress(OSError):
                 total += time.clock_gettime((~thread.native_id << 3) | 6)
     return total
-
-
-def busy_share() -> float:
-    """Return which share of the cores that this process may use was busy in the last minute; 1 where unknown."""
-    if not hasattr(os, "getloadavg"):
-        return 1.0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(1.0, os.getloadavg()[0] / cores)
-
-
-class CoreWaits:
-    """How long a thread waits for a core while others use them. Use it from that thread."""
-
-    def __init__(self) -> None:
-        self._last = _ran_and_waited_s()
-
-    def stretch(self) -> float:
-        """Return the seconds that a CPU second has taken since the last call, without sleep; 1 where not known."""
-        (ran_s, waited_s), last = _ran_and_waited_s(), self._last
-        self._last = ran_s, waited_s
-        return 1.0 if ran_s <= last[0] else 1.0 + max(0.0, waited_s - last[1]) / (ran_s - last[0])
-
-
-def _ran_and_waited_s() -> tuple[float, float]:
-    """Return for how long the calling thread has run, and has waited for a core (Linux; zeros elsewhere)."""
-    try:
-        ran_ns, waited_ns, _ = Path("/proc/thread-self/schedstat").read_text().split()
-    except OSError:
-        return 0.0, 0.0
-    return int(ran_ns) / 1e9, int(waited_ns) / 1e9
 
 
 def check_rate(bytes_per_s: float | None) -> None:

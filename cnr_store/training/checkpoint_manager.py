@@ -208,7 +208,7 @@ class CheckpointManager(Closing):
         if self._training.intervals is not None:
             self._training.intervals.trained()
         self._position.advance(step, reader_state)
-        self._saver.go_on()
+        self._saver.stepped()
         if self._stop.asks_at_step():
             if self._boundary.must_wait():
                 return False

@@ -1,7 +1,8 @@
 """How often a training saves with ``every_steps="auto"``: as often as a share of its time allows.
 
-`measured` and `choose_interval` decide and are pure. `IntervalControl` keeps what they need and reads no clock. Each
-rank measures its own saves; with every save all ranks exchange this, and choose the same interval (CheckFreq, FAST'21).
+`slowdown`, `measured` and `choose_interval` decide and are pure. `IntervalControl` keeps what they need and reads no
+clock. Each rank measures its own saves; with every save all ranks exchange this, and choose the same interval
+(CheckFreq, FAST'21).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ FIRST_STEPS = 10
 SAVES_IN_MEDIAN = 5
 """Newest saves whose median counts: one that is unlike the others changes nothing, three in a row count fully."""
 STEPS_IN_MEDIAN = 32
-"""Newest steps whose median counts, so that a pause for an evaluation does not."""
+"""Newest steps without a save beside them whose median counts, so that a pause for an evaluation does not."""
+MOST_OF_A_STEP = 10
+"""How many usual steps one step beside a save counts as at most: a longer one was held up by something else."""
 _LEAST_STEP_S = 1e-6
 
 
@@ -34,28 +37,22 @@ class SaveCost:
         ``baseline`` or ``delta``.
     stall_s
         Seconds for which the training waited.
-    cpu_s
-        CPU seconds of the library's threads in the background.
-    busy
-        Share of the cores that was busy, 0 to 1: what the background computes on an idle core costs the training
-        nothing.
+    slowed_s
+        Seconds by which the steps beside it took longer than others, whatever it took from them: cores, the
+        interpreter, caches.
     write_s
         Seconds from the end of the stall to the commit.
-    stretch
-        Seconds that a CPU second of the training takes, 1 or more: it waits where there are more threads than cores.
     """
 
     kind: Literal["baseline", "delta"]
     stall_s: float
-    cpu_s: float
-    busy: float
+    slowed_s: float
     write_s: float
-    stretch: float = 1.0
 
     @property
     def lost_s(self) -> float:
         """Seconds by which the save delayed the training."""
-        return self.stall_s + self.busy * self.stretch * self.cpu_s
+        return self.stall_s + self.slowed_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +63,19 @@ class SaveMeasure:
     ----------
     saves
         Number of saves that the medians are of.
-    stall_s, cpu_s, busy, stretch
+    stall_s, slowed_s
         As in `SaveCost`.
     baseline_s
         What a later baseline costs beyond a delta, divided by the saves from one baseline to the next.
     write_s
         Of the slowest of these saves.
     step_s
-        Seconds of one training step.
+        Seconds of one training step without a save beside it.
     """
 
     saves: int
     stall_s: float
-    cpu_s: float
-    busy: float
-    stretch: float
+    slowed_s: float
     baseline_s: float
     write_s: float
     step_s: float
@@ -88,7 +83,7 @@ class SaveMeasure:
     @property
     def lost_s(self) -> float:
         """Seconds by which a save delays the training."""
-        return self.stall_s + self.busy * self.stretch * self.cpu_s + self.baseline_s
+        return self.stall_s + self.slowed_s + self.baseline_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +97,15 @@ class SaveInterval:
     overhead
         Share of the training time that saves may cost.
     limit
-        What the interval follows from: the ``overhead``; ``writing``, because a save begins when the one before is
-        over; ``step``, because both allow a save after every step; ``start`` until a save is measured.
+        What the interval follows from: the ``overhead``; ``writing``, because a save begins one step after the one
+        before is over; ``start`` until a save is measured.
     measure
         Of the rank whose saves cost most, with the slowest writing and the shortest step of all ranks.
     """
 
     every_steps: int
     overhead: float
-    limit: Literal["overhead", "writing", "step", "start"] = "start"
+    limit: Literal["overhead", "writing", "start"] = "start"
     measure: SaveMeasure | None = None
 
     @property
@@ -126,21 +121,19 @@ class SaveInterval:
         reason = {
             "overhead": f"more often would cost more than {self.overhead:.2%}",
             "writing": f"writing takes {found.write_s:.3g} s, and a save waits for the one before",
-            "step": "no limit is reached",
             "start": "",
         }[self.limit]
         baseline = f", and {found.baseline_s:.3g} s for baselines" if found.baseline_s else ""
-        slow = f" that each take {found.stretch:.3g} s" if found.stretch > 1.05 else ""
         return (
             f"every {self.every_steps} steps ({reason}): a save costs {found.lost_s:.3g} s (a stall of "
-            f"{found.stall_s:.3g} s, {found.cpu_s:.3g} s of CPU time{slow} with {found.busy:.0%} of the cores busy"
-            f"{baseline}), {share:.2%} of the training, whose step takes {found.step_s:.3g} s; medians of "
+            f"{found.stall_s:.3g} s, {found.slowed_s:.3g} s by which steps beside it take longer{baseline}), "
+            f"{share:.2%} of the training, whose step takes {found.step_s:.3g} s; medians of "
             f"{found.saves} saves"
         )
 
 
 def measured(costs: Sequence[SaveCost], steps_s: Sequence[float]) -> SaveMeasure | None:
-    """Return what saves cost, given the committed ones and seconds of steps, oldest first; None if too few. Pure.
+    """Return what saves cost, given the committed ones and seconds of usual steps, oldest first; None if too few. Pure.
 
     Baselines before the first delta do not count, because no interval avoids them. Without any delta the policy writes
     baselines only, and all after the first count.
@@ -151,10 +144,9 @@ def measured(costs: Sequence[SaveCost], steps_s: Sequence[float]) -> SaveMeasure
     if not newest or not steps_s:
         return None
     found = SaveMeasure(
-        saves=len(newest), stall_s=median(cost.stall_s for cost in newest), cpu_s=median(cost.cpu_s for cost in newest),
-        busy=median(cost.busy for cost in newest), stretch=median(cost.stretch for cost in newest), baseline_s=0.0,
-        write_s=max(cost.write_s for cost in newest),
-        step_s=median(steps_s[-STEPS_IN_MEDIAN:]),
+        saves=len(newest), stall_s=median(cost.stall_s for cost in newest),
+        slowed_s=median(cost.slowed_s for cost in newest), baseline_s=0.0,
+        write_s=max(cost.write_s for cost in newest), step_s=median(steps_s[-STEPS_IN_MEDIAN:]),
     )  # fmt: skip
     baselines = [-1, *(index for index, cost in enumerate(counted) if cost.kind == "baseline")]
     if first is None or len(baselines) == 1:
@@ -164,7 +156,9 @@ def measured(costs: Sequence[SaveCost], steps_s: Sequence[float]) -> SaveMeasure
 
 
 def choose_interval(overhead: float, measures: Sequence[SaveMeasure | None]) -> SaveInterval:
-    """Return the shortest interval at which saves cost at most ``overhead`` and do not overlap. Pure.
+    """Return the shortest interval at which saves cost at most ``overhead`` and leave a step between them. Pure.
+
+    In that step nothing is saved, so it tells how long a step takes.
 
     Parameters
     ----------
@@ -174,11 +168,11 @@ def choose_interval(overhead: float, measures: Sequence[SaveMeasure | None]) -> 
     Examples
     --------
     >>> save = SaveMeasure(
-    ...     saves=5, stall_s=0.01, cpu_s=0.2, busy=0.5, stretch=1.0, baseline_s=0.0, write_s=0.4, step_s=0.1
+    ...     saves=5, stall_s=0.01, slowed_s=0.1, baseline_s=0.0, write_s=0.4, step_s=0.1
     ... )
     >>> print(choose_interval(0.01, [save]))  # doctest: +NORMALIZE_WHITESPACE
-    every 110 steps (more often would cost more than 1.00%): a save costs 0.11 s (a stall of 0.01 s, 0.2 s of CPU time
-    with 50% of the cores busy), 1.00% of the training, whose step takes 0.1 s; medians of 5 saves
+    every 110 steps (more often would cost more than 1.00%): a save costs 0.11 s (a stall of 0.01 s, 0.1 s by which
+    steps beside it take longer), 1.00% of the training, whose step takes 0.1 s; medians of 5 saves
     """
     known = [one for one in measures if one is not None]
     if len(known) < len(measures):
@@ -190,10 +184,29 @@ def choose_interval(overhead: float, measures: Sequence[SaveMeasure | None]) -> 
     )
     step_s = max(found.step_s, _LEAST_STEP_S)
     for_overhead, for_writing = (math.ceil(s / step_s) for s in (found.lost_s / overhead, found.write_s))
-    every_steps = max(1, for_overhead, for_writing)
-    if every_steps == 1:
-        return SaveInterval(1, overhead, "step", found)
-    return SaveInterval(every_steps, overhead, "overhead" if for_overhead >= for_writing else "writing", found)
+    every_steps = max(for_overhead, for_writing + 1)
+    return SaveInterval(every_steps, overhead, "overhead" if for_overhead > for_writing else "writing", found)
+
+
+def slowdown(beside: Sequence[tuple[int, float]], steps_s: Sequence[float]) -> float:
+    """Return seconds by which the steps beside one save took longer than others; 0 where none others are known. Pure.
+
+    Parameters
+    ----------
+    beside
+        Numbers of steps, and the seconds of each of them.
+    steps_s
+        Seconds of steps without a save.
+
+    Examples
+    --------
+    >>> round(slowdown([(1, 0.13), (2, 0.11)], [0.1, 0.1, 60.0]), 3)
+    0.05
+    """
+    if not steps_s:
+        return 0.0
+    usual_s = median(steps_s)
+    return max(0.0, sum(steps * (min(took_s, MOST_OF_A_STEP * usual_s) - usual_s) for steps, took_s in beside))
 
 
 class IntervalControl:
@@ -209,21 +222,32 @@ class IntervalControl:
         self.interval = choose_interval(overhead, [None])
         self._costs: deque[SaveCost] = deque(maxlen=2 * MAX_CHAIN)
         self._steps_s: deque[float] = deque(maxlen=STEPS_IN_MEDIAN)
+        self._beside: list[tuple[int, float]] = []  # steps since the save began that is not over, and seconds of each
         self._since: tuple[int, float] | None = None
 
-    def trained(self, step: int, now_s: float) -> None:
-        """Count the steps since the last call of this or of `resumes`."""
-        if self._since is not None and step > self._since[0]:
-            self._steps_s.append((now_s - self._since[1]) / (step - self._since[0]))
+    def trained(self, step: int, now_s: float, *, is_saving: bool) -> None:
+        """Count the steps since the last call of this or of `resumes`; ``is_saving``: a save was under way meanwhile.
+
+        Call it before what became of that save is collected.
+        """
+        if self._since is not None and (steps := step - self._since[0]) > 0:
+            took_s = (now_s - self._since[1]) / steps
+            if is_saving:
+                self._beside.append((steps, took_s))
+            else:
+                self._steps_s.append(took_s)
+                self._beside.clear()  # of a save that was not committed
         self._since = step, now_s
 
     def resumes(self, step: int, now_s: float) -> None:
         """Take the time of the next step from here: a save has stalled the training, or a checkpoint was restored."""
         self._since = step, now_s
 
-    def saved(self, cost: SaveCost) -> None:
+    def saved(self, kind: Literal["baseline", "delta"], *, stall_s: float, write_s: float) -> None:
         """Count a committed save."""
-        self._costs.append(cost)
+        slowed_s = slowdown(self._beside, self._steps_s)
+        self._beside.clear()
+        self._costs.append(SaveCost(kind, stall_s, slowed_s, write_s))
 
     @property
     def measure(self) -> SaveMeasure | None:

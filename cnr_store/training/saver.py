@@ -24,7 +24,6 @@ from cnr_store.errors import (
 from cnr_store.runtime.caller import warn_caller
 from cnr_store.runtime.git_commit import git_commit
 from cnr_store.runtime.ranks import Ranks, together
-from cnr_store.runtime.threads import CoreWaits, busy_share
 from cnr_store.training.background import (
     BackgroundSave,
     Finished,
@@ -39,7 +38,6 @@ from cnr_store.training.background import (
 from cnr_store.training.communication_state import with_metrics
 from cnr_store.training.live_training import LiveTraining
 from cnr_store.training.options import OnError, SavePolicy
-from cnr_store.training.save_interval import SaveCost
 from cnr_store.training.save_plan import ChainState, SavePlan, plan_save
 from cnr_store.training.save_staging import SaveStager
 from cnr_store.training.schedule import SaveSchedule, TrainingPosition
@@ -185,7 +183,7 @@ class Saver:
     ) -> None:
         self.training, self.chain, self.position, self.schedule = training, chain, position, schedule
         self.stager, self.writer, self.policy, self.reports = stager, writer, policy, reports
-        self.background, self._core_waits = BackgroundSave(partial(run_save, then=writer.after_save)), CoreWaits()
+        self.background = BackgroundSave(partial(run_save, then=writer.after_save))
         commit = git_commit() if policy.git else None
         self._about: dict[str, JsonValue] = {} if commit is None else {"git": commit}
         self._notes: Mapping[str, JsonValue] | None = None  # of the newest save
@@ -422,6 +420,7 @@ class Saver:
 
     def _won(self, job: SaveJob, version: int, error: BaseException | None = None) -> None:
         """Handle a committed save. ``error``: what failed after the commit; the commit stays valid."""
+        started = time.perf_counter()
         self._move(SaveEvent.WON)
         job.staged.release()
         changes = self.chain.won(job, self.training)
@@ -430,11 +429,8 @@ class Saver:
             logger.warning("version %d is committed, but then failed (%r); the next save is a baseline", version, error)
         report = job.report(version, changes)
         self.history.append(report)
-        if self.schedule.auto is not None:
-            written_s, stretch = report.encode_s + report.commit_s, self._core_waits.stretch()
-            self.schedule.auto.saved(
-                SaveCost(report.kind, report.stall_s, report.cpu_s, busy_share(), written_s, stretch)
-            )
+        stall_s = report.stall_s + time.perf_counter() - started
+        self.schedule.saved(report.kind, stall_s=stall_s, write_s=report.encode_s + report.commit_s)
         logger.info(
             "version %d: %s of step %d, %d rows, %d bytes, stall %.4f s, background %.3f s",
             report.version, report.kind, report.step, report.rows, report.size_bytes, report.stall_s,
@@ -503,8 +499,10 @@ class Saver:
         self.writer.current, self._fenced_by = writer, None
         self._move(SaveEvent.RESTORED)
 
-    def go_on(self) -> None:
-        """In the first step after a restore: take the store over, so that an earlier training stops."""
+    def stepped(self) -> None:
+        """Count a step; in the first one after a restore take the store over, so that an earlier training stops."""
+        is_saving = self.state in (SaveState.READING, SaveState.RUNNING)
+        self.schedule.trained(self.position.step, time.monotonic(), is_saving=is_saving)
         if self.state is not SaveState.RESTORED:
             return
         self._move(SaveEvent.STEPPED)

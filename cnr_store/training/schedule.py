@@ -99,12 +99,19 @@ class SaveSchedule:
         """Whether only the caller saves."""
         return self.every_steps is None and self.every_seconds is None and self.auto is None
 
+    def trained(self, step: int, now_s: float, *, is_saving: bool) -> None:
+        """Count a step, at a monotonic time in seconds; ``is_saving``: a save was under way meanwhile."""
+        if self.auto is not None:
+            self.auto.trained(step, now_s, is_saving=is_saving)
+
+    def saved(self, kind: Literal["baseline", "delta"], *, stall_s: float, write_s: float) -> None:
+        """Count a committed save: seconds that the training waited, and from then to the commit."""
+        if self.auto is not None:
+            self.auto.saved(kind, stall_s=stall_s, write_s=write_s)
+
     def is_due(self, step: int, now_s: float) -> bool:
         """Return whether a save is due at a step, at a monotonic time in seconds."""
-        every_steps = self.every_steps
-        if self.auto is not None:
-            self.auto.trained(step, now_s)
-            every_steps = self.auto.interval.every_steps
+        every_steps = self.every_steps if self.auto is None else self.auto.interval.every_steps
         if every_steps is not None and step - self.last_step >= every_steps:
             self._is_due = True
         if self.every_seconds is not None and now_s - self.last_s >= self.every_seconds:

@@ -264,14 +264,18 @@ def measure_training(
             if side.store is not None:
                 side.store.open(place, side.training.state)
             _warm_up(side)
+        auto = list(sides.values())[-1].store
+        assert auto is not None
+        assert auto.manager is not None
+        interval = auto.manager.rate.interval
+        assert interval is not None
+        # As many of its saves in each block, if the blocks do not become much longer.
+        block = min(4 * block, interval.every_steps * math.ceil(block / interval.every_steps))
         before = {name: side.saves() for name, side in sides.items()}
         found = harness.alternating({name: partial(side.block, block) for name, side in sides.items()}, repeats)
         _report_training(
             report, what, block, found, {name: side.saves() - before[name] for name, side in sides.items()}
         )
-        auto = list(sides.values())[-1].store
-        assert auto is not None
-        assert auto.manager is not None
         report.note(f"      auto: {auto.manager.rate.interval}")
     finally:
         for side in sides.values():

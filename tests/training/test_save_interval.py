@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
+from threading import Barrier
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -21,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from cnr_store import BadInput, Store, TableOptions
-from cnr_store.runtime.threads import CoreWaits, Workers, background_cpu_s, busy_share
+from cnr_store.runtime.threads import Workers, background_cpu_s
 from cnr_store.storage import storage_from_filesystem
 from cnr_store.training import CheckpointManager, SaveInterval, SavePolicy, StoreOptions
 from cnr_store.training.save_interval import (
@@ -33,6 +30,7 @@ from cnr_store.training.save_interval import (
     SaveMeasure,
     choose_interval,
     measured,
+    slowdown,
 )
 from cnr_store.training.schedule import SaveSchedule
 from tests.support.faulty import IsolatedMemoryFileSystem
@@ -42,22 +40,19 @@ from tests.training.runs import go_on
 
 seconds = st.floats(1e-4, 100)
 shares = st.floats(0.001, 0.5)
-costs = st.builds(
-    SaveCost, kind=st.just("delta"), stall_s=seconds, cpu_s=seconds, busy=st.floats(0, 1), write_s=seconds,
-    stretch=st.floats(1, 10),
-)  # fmt: skip
+costs = st.builds(SaveCost, kind=st.just("delta"), stall_s=seconds, slowed_s=seconds, write_s=seconds)
 measures = st.builds(
-    SaveMeasure, saves=st.integers(1, SAVES_IN_MEDIAN), stall_s=seconds, cpu_s=seconds, busy=st.floats(0, 1),
-    stretch=st.floats(1, 10), baseline_s=st.floats(0, 100), write_s=seconds, step_s=st.floats(1e-3, 10),
+    SaveMeasure, saves=st.integers(1, SAVES_IN_MEDIAN), stall_s=seconds, slowed_s=seconds,
+    baseline_s=st.floats(0, 100), write_s=seconds, step_s=st.floats(1e-3, 10),
 )  # fmt: skip
 
 
-COSTS = ("stall_s", "cpu_s", "busy", "write_s", "stretch")
+COSTS = ("stall_s", "slowed_s", "write_s")
 
 
 def delta(lost_s: float, write_s: float = 0.0) -> SaveCost:
     """A save that costs its stall alone."""
-    return SaveCost("delta", lost_s, 0.0, 1.0, write_s)
+    return SaveCost("delta", lost_s, 0.0, write_s)
 
 
 def baseline(lost_s: float) -> SaveCost:
@@ -78,7 +73,7 @@ def test_saves_cost_at_most_their_share_and_do_not_overlap(overhead: float, rank
     assert found.every_steps >= 1
     for one in ranks:
         assert one.lost_s <= overhead * found.every_steps * one.step_s * (1 + 1e-9)
-        assert one.write_s <= found.every_steps * one.step_s * (1 + 1e-9)
+        assert one.write_s <= (found.every_steps - 1) * one.step_s * (1 + 1e-9), "no step without a save"
 
 
 @given(shares, measures)
@@ -86,10 +81,8 @@ def test_one_step_less_would_cost_more_or_overlap(overhead: float, measure: Save
     found = choose_interval(overhead, [measure])
     shorter_s = (found.every_steps - 1) * measure.step_s * (1 - 1e-9)
 
-    if found.every_steps == 1:
-        assert found.limit == "step"
-    elif found.limit == "writing":
-        assert shorter_s < measure.write_s
+    if found.limit == "writing":
+        assert shorter_s - measure.step_s < measure.write_s
     else:
         assert found.limit == "overhead"
         assert overhead * shorter_s < measure.lost_s
@@ -131,7 +124,7 @@ def test_three_equal_saves_settle_the_costs_and_five_the_writing(
     five = measured([*before, *[now] * SAVES_IN_MEDIAN], [0.1])
 
     assert three is not None
-    assert (three.stall_s, three.cpu_s, three.busy, three.stretch) == (now.stall_s, now.cpu_s, now.busy, now.stretch)
+    assert (three.stall_s, three.slowed_s) == (now.stall_s, now.slowed_s)
     assert five is not None
     assert choose_interval(overhead, [five]).every_steps == steps_after([now], overhead)
 
@@ -212,11 +205,10 @@ def test_nothing_measured_on_a_rank_means_the_first_interval() -> None:
 @pytest.mark.parametrize(
     ("cost", "limit", "said"),
     [
-        (SaveCost("delta", 0.01, 0.2, 0.5, 0.4), "overhead", "more often would cost more than 1.00%"),
-        (SaveCost("delta", 0.001, 0.0, 0.5, 4.0), "writing", "writing takes 4 s"),
-        (SaveCost("delta", 0.0005, 0.001, 0.5, 0.05), "step", "no limit is reached"),
+        (SaveCost("delta", 0.01, 0.1, 0.4), "overhead", "more often would cost more than 1.00%"),
+        (SaveCost("delta", 0.001, 0.0, 4.0), "writing", "writing takes 4 s"),
     ],
-)  # fmt: skip
+)
 def test_the_interval_says_what_it_follows_from(cost: SaveCost, limit: str, said: str) -> None:
     found = choose_interval(0.01, [measured([cost], [0.1])])
 
@@ -232,14 +224,49 @@ def test_the_interval_says_what_it_follows_from(cost: SaveCost, limit: str, said
 def test_stalls_are_no_part_of_a_step_and_skipped_steps_share_the_time() -> None:
     control = IntervalControl(0.01)
     schedule = SaveSchedule(None, None, 0.0, control)
-    control.saved(delta(1.0))
+    control.saved("delta", stall_s=1.0, write_s=0.0)
     for step, now_s in ((1, 10.0), (2, 11.0), (4, 13.0)):
-        assert not schedule.is_due(step, now_s)
+        schedule.trained(step, now_s, is_saving=False)
     schedule.mark(4, 63.0)
-    schedule.is_due(5, 64.0)
+    schedule.trained(5, 64.0, is_saving=False)
 
     assert control.measure is not None
     assert control.measure.step_s == 1.0
+
+
+def test_a_save_costs_what_the_steps_beside_it_take_longer() -> None:
+    control = IntervalControl(0.01)
+    now_s = 0.0
+    for step, (took_s, is_saving) in enumerate(
+        [(9.9, False), *[(1.0, False)] * 3, (1.5, True), (1.25, True), (1.0, False), (2.0, True)]
+    ):
+        now_s += took_s
+        control.trained(step, now_s, is_saving=is_saving)
+        if step == 5:
+            control.saved("delta", stall_s=0.5, write_s=2.5)
+
+    assert control.measure == SaveMeasure(1, stall_s=0.5, slowed_s=0.75, baseline_s=0.0, write_s=2.5, step_s=1.0)
+    assert control.measure.lost_s == 1.25
+
+
+def test_steps_beside_a_save_that_was_lost_count_for_no_other() -> None:
+    control = IntervalControl(0.01)
+    for step, now_s, is_saving in ((1, 1.0, False), (2, 2.0, False), (3, 5.0, True), (4, 6.0, False), (5, 7.0, True)):
+        control.trained(step, now_s, is_saving=is_saving)
+    control.saved("delta", stall_s=0.0, write_s=1.0)
+
+    assert control.measure is not None
+    assert control.measure.slowed_s == 0
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.floats(0.01, 100)), max_size=6), st.floats(0.01, 10))
+def test_a_save_never_speeds_a_training_up_and_a_pause_counts_as_ten_steps(
+    beside: list[tuple[int, float]], usual_s: float
+) -> None:
+    found = slowdown(beside, [usual_s] * 3)
+
+    assert 0 <= found <= 9.001 * usual_s * sum(steps for steps, _ in beside)
+    assert slowdown(beside, []) == 0
 
 
 def test_an_automatic_save_is_due_after_the_steps_that_were_agreed() -> None:
@@ -249,7 +276,7 @@ def test_an_automatic_save_is_due_after_the_steps_that_were_agreed() -> None:
     assert [schedule.is_due(step, 0.1 * step) for step in (9, 10)] == [False, True]
     schedule.mark(10, 1.0)
     control.agree([measured([delta(0.15)], [0.1])])
-    assert control.interval.every_steps == 3
+    assert control.interval.every_steps == 3, control.interval
     assert [schedule.is_due(step, 0.1 * step) for step in (12, 13)] == [False, True]
 
 
@@ -274,32 +301,6 @@ def _busy() -> float:
     while time.thread_time() - started < 0.05:
         pass
     return time.thread_time() - started
-
-
-@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="the kernel counts no waits for cores")
-def test_a_cpu_second_takes_longer_where_threads_share_a_core() -> None:
-    """Two threads that the GIL does not hold back, on one core: each waits while the other runs."""
-    cores = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, {min(cores)})
-        with ThreadPoolExecutor(2) as pool:
-            stretches = [future.result() for future in [pool.submit(_stretched) for _ in range(2)]]
-    finally:
-        os.sched_setaffinity(0, cores)
-
-    assert min(stretches) > 1.2
-
-
-def _stretched() -> float:
-    waits = CoreWaits()
-    data = np.ones(4_000_000)
-    for _ in range(100):
-        np.sqrt(data, out=data)
-    return waits.stretch()
-
-
-def test_the_busy_share_is_a_share() -> None:
-    assert 0 <= busy_share() <= 1
 
 
 # ---- trainings
@@ -337,10 +338,10 @@ def test_a_training_says_what_it_measured_and_chose(backend: Backend) -> None:
     assert found is not None
     assert found.measure is not None
     counted = [report.stall_s for report in deltas[: found.measure.saves]]
-    assert found.measure.stall_s == median(counted)
-    assert found.measure.cpu_s == median(report.cpu_s for report in deltas[: found.measure.saves])
+    assert found.measure.stall_s >= median(counted)
+    assert found.measure.slowed_s >= 0
     assert found.measure.write_s == max(report.encode_s + report.commit_s for report in deltas[: found.measure.saves])
-    assert found.measure.cpu_s > 0
+    assert all(report.cpu_s > 0 for report in deltas)
     assert found == choose_interval(0.01, [found.measure])
     apart = manager.history[-1].step - manager.history[-2].step
     assert apart > 1
@@ -349,6 +350,7 @@ def test_a_training_says_what_it_measured_and_chose(backend: Backend) -> None:
 def test_all_ranks_choose_the_interval_of_the_rank_that_loses_most() -> None:
     files = IsolatedMemoryFileSystem()
     Store.create_on(storage_from_filesystem(files, "/root"), threads=1).close()
+    in_step = Barrier(2)
 
     def train(rank: ThreadRank) -> tuple[int, list[SaveInterval]]:
         table = nn.Embedding(40, 2, sparse=True)
@@ -367,7 +369,8 @@ def test_all_ranks_choose_the_interval_of_the_rank_that_loses_most() -> None:
                 table(torch.tensor([manager.current_step % 40])).sum().backward()
                 optimizer.step()
                 if rank.rank == 1:
-                    time.sleep(0.001)  # the ranks measure different steps
+                    time.sleep(0.001)
+                in_step.wait(60)  # as ranks that send each other gradients
                 manager.step()
                 interval = manager.rate.interval
                 assert interval is not None
