@@ -278,5 +278,6 @@ def _why_not(here: LiveVersion, newest: LiveVersion) -> str:
     if not here.chain:
         return "nothing was saved yet"
     if newest.version != here.version:
-        return f"version {newest.version} has the same checkpoint and is newer"
+        # Not the same state: after a rollback a number is used again.
+        return f"version {newest.version} has the same checkpoint number, {here.checkpoint}, and is newer"
     return "no rule keeps it"

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from cnr_store.errors import Conflict, CorruptStore, VersionNotFound, WrongClock
+from cnr_store.errors import Conflict, CorruptObject, CorruptStore, VersionNotFound, WrongClock
 from cnr_store.format import layout
 from cnr_store.format.commit_record import LogEntry, check_writer_features
 from cnr_store.format.documents import canonical_json
@@ -188,6 +188,8 @@ def repair_store(
         Another process saved or opened a writer meanwhile; retry.
     ReadOnlyStore
         A newer library's store, or a relay.
+    CorruptObject
+        A Zarr document of the root is a folder with other files.
     WrongClock
         The newest record has a future time, and this machine's clock differs from the store's, too.
     StorageFailure, AccessDenied, CommitStateUnknown
@@ -208,6 +210,9 @@ def repair_store(
     with Workers(threads, name="cnr-repair") as workers:
         read_log(store.storage, store.identity, workers, findings, prefix=prefix)
     check_root(store.storage, findings)
+    for problem in findings.problems:
+        if problem.path in zarr_groups() and any(store.storage.list_objects(problem.path)):
+            raise CorruptObject(f"{store.url}: {problem.message}; nothing was written", path=problem.path)
     found = find_newest_whole(store, threads=threads, progress=progress)
     for problem in found.problems:
         findings.add(problem)

@@ -71,6 +71,10 @@ class LocalStorage(Storage):
         if not root or "\0" in root:
             what = "it holds a NUL character" if root else 'give "." for the present folder'
             raise BadInput(f"{root!r} is no path: {what}", found=root)
+        try:
+            root.encode()
+        except UnicodeEncodeError:  # records and documents name the store that they are from
+            raise BadInput(f"{root!r} is not valid Unicode; rename the folder", found=ascii(root)) from None
         super().__init__(os.path.abspath(root), is_exclusive=not unsafe_single_writer)
         self.root = self.url
         self.fsync = fsync

@@ -156,15 +156,24 @@ class StoreInternals:
         self._check_open(head)
         return head
 
-    def entry(self, version: int, *, or_superseding: bool = False) -> LogEntry:
-        """Return the entry of a version, or the one that superseded it. One GET, and one per new side object."""
+    def entry(
+        self, version: int, *, or_superseding: bool = False, newest: CommitRecord | None = None
+    ) -> LogEntry:  # fmt: skip
+        """Return the entry of a version, or the one that superseded it. One GET, and one per new side object.
+
+        ``newest``, of the same log, says in the error which versions there are.
+        """
         version = checked_count("a version", version, least=None)
         read = self.log.read_standing if or_superseding else self.log.read
         entry = read(version) if version >= 0 else None
         if entry is None:
             if self.relay is not None and 0 <= version < self.log.first:
                 raise self.relay.not_held(version)
-            raise VersionNotFound(f"{self.place} has no version {version}", version=version)
+            there_are = "" if newest is None else f"; the newest is {newest.v}"
+            if newest is not None and newest.pins:
+                names = ", ".join(sorted(pin.name for pin in newest.pins.values()))
+                there_are += f". Its branches ({names}) have versions of their own: open the branch"
+            raise VersionNotFound(f"{self.place} has no version {version}{there_are}", version=version)
         return entry
 
     # ---- before something is written

@@ -61,7 +61,7 @@ class Versions:
         version = checked_count("a version", version, least=None)
         if 0 <= version < head.record.v:
             self._internals.check_live(head.record, version)  # before the GET: its record may be damaged
-        return head if version == head.record.v else self._internals.entry(version)
+        return head if version == head.record.v else self._internals.entry(version, newest=head.record)
 
     def best(self, head: CommitRecord, rule: KeepBest) -> int:
         """Return the live version with the best value of a metric."""
@@ -78,9 +78,13 @@ class Versions:
         """Return the newest live version of the newest checkpoint with this step, else its newest version."""
         step = checked_count("a step", step, least=None)
         newest: LogEntry | None = None
+        others: set[int] = set()
         for entry in self._walk(head):
             record = entry.record
-            if record.step != step or not _has_state(record):
+            if not _has_state(record):
+                continue
+            if record.step != step:
+                others.add(record.step) if is_live(head.record, record.v) else None
                 continue
             newest = newest or entry
             if record.checkpoint == newest.record.checkpoint:
@@ -91,7 +95,9 @@ class Versions:
         if newest is None:
             relay = self._internals.relay
             since = "" if relay is None else f"; it is a relay that begins at version {relay.marker.first}"
-            raise VersionNotFound(f"{self._internals.place} has no checkpoint of step {step}{since}", found=step)
+            raise VersionNotFound(
+                f"{self._internals.place} has no checkpoint of step {step}; {_nearest(others, step)}{since}", found=step
+            )
         return newest
 
     def steps(self, head: LogEntry) -> list[int]:
@@ -160,6 +166,14 @@ def version_of_channel(head: CommitRecord, name: str) -> int:
     if checked_text("a channel", name) not in head.channels:
         raise ChannelNotFound(f"no channel {name!r}; the channels are {sorted(head.channels)}", found=name)
     return head.channels[name]
+
+
+def _nearest(steps: set[int], step: int) -> str:
+    """Return a text of the steps just before and after one. Pure."""
+    below = max((one for one in steps if one < step), default=None)
+    above = min((one for one in steps if one > step), default=None)
+    found = [str(one) for one in (below, above) if one is not None]
+    return f"the nearest {'is' if len(found) == 1 else 'are'} {' and '.join(found)}" if found else "it has none at all"
 
 
 def _has_state(record: CommitRecord) -> bool:

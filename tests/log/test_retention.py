@@ -65,7 +65,7 @@ def test_only_the_newest_version_of_a_checkpoint_counts_and_stays() -> None:
     planned = plan(compacted, RetentionPolicy(keep_last=3))
 
     assert (staying(planned), planned.floor, planned.kept) == ([1, 3, 4], 3, (1,))
-    assert reason(planned, 2) == "version 3 has the same checkpoint and is newer"
+    assert reason(planned, 2) == "version 3 has the same checkpoint number, 3, and is newer"
 
 
 def test_records_without_a_state_of_their_own_stay_with_their_neighbour() -> None:

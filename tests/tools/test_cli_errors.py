@@ -91,6 +91,48 @@ def test_a_wrong_value_is_told_with_what_was_found_and_wanted(arguments: str, me
     assert f": {message}; see `cnr {arguments.split()[0]} --help`" in done.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("show {root} --step 11", "has no checkpoint of step 11; the nearest are 10 and 20"),
+        ("show {root} --step 7", "has no checkpoint of step 7; the nearest is 10"),
+        ("show {root} --version 99", "has no version 99; the newest is 6"),
+    ],
+)
+def test_what_does_not_exist_is_told_with_what_does(root: Path, arguments: str, message: str) -> None:
+    done = cnr(*arguments.format(root=root).split())
+
+    assert done.code == 3
+    assert message in done.err
+
+
+@pytest.mark.parametrize("arguments", ["diff s -1 2", "rollback s -1"])
+def test_a_number_that_reads_as_an_option_is_explained(arguments: str) -> None:
+    """It said "No such option: -1"."""
+    done = cnr(*arguments.split())
+
+    assert done.code == 2
+    assert (
+        "-1 begins like an option; versions and steps are numbered from 0. Give a text like that after --" in done.err
+    )
+
+
+@pytest.mark.parametrize("option", [[], ["--json"]])
+@pytest.mark.parametrize("words", [["log"], ["metrics"], ["relay", "target", "--once"]])
+def test_a_path_that_is_no_text_is_a_wrong_argument(words: list[str], option: list[str], tmp_path: Path) -> None:
+    """It was an internal error where a document or a record should name the path."""
+    Store.create(str(tmp_path / "store"), fsync=False).close()
+    odd = tmp_path / "s\udcff"
+    (tmp_path / "store").rename(odd)
+
+    done = cnr(words[0], odd, *words[1:], *option)
+
+    assert done.code == 4
+    assert "is not valid Unicode; rename the file or folder" in (done.err or done.document["error"]["message"])
+    with pytest.raises(BadInput, match="is not valid Unicode; rename the folder"):
+        Store.open(str(odd))
+
+
 def test_damaged_identity_is_corrupt(tmp_path: Path) -> None:
     Store.create(str(tmp_path / "s"), fsync=False).close()
     identity = tmp_path / "s" / "cnr.json"

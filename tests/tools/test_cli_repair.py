@@ -49,6 +49,24 @@ def test_a_dry_run_says_what_it_would_do_and_changes_nothing(root: Path, damage:
     assert contents(root) == before
 
 
+def test_a_folder_in_place_of_a_zarr_document_is_no_failure_of_the_disk(root: Path) -> None:
+    """It ended with 7, "Directory not empty"; a dry run promised to write the document."""
+    (root / "zarr.json").unlink()
+    (root / "zarr.json").mkdir()
+    (root / "zarr.json" / "file").write_text("x")
+    before = contents(root)
+
+    done, dry, found = cnr("repair", root), cnr("repair", root, "--dry-run"), cnr("verify", root)
+
+    assert (done.code, dry.code, found.code) == (6, 6, 1)
+    assert done.err == dry.err
+    assert "zarr.json is a folder with other files, in place of an object; move it away" in done.err
+    assert "zarr.json is a folder with other files" in found.out
+    assert contents(root) == before
+    (root / "zarr.json").rename(root.parent / "away")
+    assert cnr("repair", root).code == 0
+
+
 def test_a_torn_newest_record_is_superseded_and_the_store_verifies(root: Path) -> None:
     tear_newest(root)
 

@@ -65,6 +65,8 @@ class ExitCode(IntEnum):
     """Ctrl-C."""
     BROKEN_PIPE = 141
     """The reader of the output has closed it."""
+    TERMINATED = 143
+    """SIGTERM, as a shell reports it; ``metrics --listen`` ends with 0."""
 
 
 _BY_CLASS: tuple[tuple[type[CnrStoreError], ExitCode], ...] = (
@@ -135,7 +137,21 @@ def _usage_text(error: Any) -> str:
         error.message = first["msg"].removeprefix("Value error, ")
         if wanted is not None:
             error.message = f"'{first['input']}' is not {wanted.format(**first.get('ctx', {}))}"
+    option = getattr(error, "option_name", "")
+    if option[:1] == "-" and option[1:2].isdigit():
+        return f"{option} begins like an option; versions and steps are numbered from 0. Give a text like that after --"
     return str(error.format_message())
+
+
+def _check_text(words: Sequence[str]) -> None:
+    """Raise if an argument is not valid Unicode: it could not be printed, recorded, or passed to other libraries."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise BadInput(
+                f"argument {word!a} is not valid Unicode; rename the file or folder", found=ascii(word)
+            ) from None
 
 
 _EXTRA_OF = {"torch": "train", "torchdata": "train", "triton": "gpu", "prometheus_client": "metrics"}
@@ -274,8 +290,13 @@ class GuardedGroup(TyperGroup):
         given = list(sys.argv[1:] if args is None else args)
         words = [word for word in given if word not in ("--debug", "-v", "--verbose")]
         with log_printed(is_wanted="-v" in given or "--verbose" in given):
+
+            def command() -> Any:
+                _check_text(words)
+                return super(GuardedGroup, self).main(words, prog_name or "cnr", complete_var, False, **extra)
+
             code = guarded(
-                lambda: super(GuardedGroup, self).main(words, prog_name or "cnr", complete_var, False, **extra),
+                command,
                 as_json="--json" in given,
                 debug="--debug" in given,
             )

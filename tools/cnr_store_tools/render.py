@@ -170,6 +170,7 @@ def gc_parts(report: GcReport) -> Iterator[Part]:
         keys = [{"key": key} for key in report.side_objects]
         yield table("side objects that no record needs", keys, ("key",))
     yield gc_text(report)
+    yield from (f"warning: {text}" for text in report.warnings)
     for failure in report.failures:
         yield f"not deleted: {failure}"
     if report.is_dry_run and report.outcome == "planned":
@@ -211,6 +212,7 @@ def maintenance_parts(report: MaintenanceReport) -> Iterator[Part]:
         yield from (f"  {text}" for text in compaction_texts(stage.compactions))
         if stage.collection is not None:
             yield f"  {gc_text(stage.collection)}"
+            yield from (f"  warning: {text}" for text in stage.collection.warnings)
         if stage.outcome == "skipped":
             yield "  nothing is deleted from a store with corrupt data; run `cnr verify`"
     yield (

@@ -8,9 +8,8 @@ log needs it at that moment. Neither rule depends on an age. Ages only protect s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from cnr_store.errors import BadInput
 from cnr_store.format.commit_record import named_versions
 from cnr_store.log.retention import NO_HOLDS, Holds, RetentionPlan, RetentionPolicy, VersionVerdict, plan_retention
 from cnr_store.maintenance.gc.logs import LogVersions, referenced_segments
@@ -50,11 +49,12 @@ class ExpireStep:
 
 @dataclass(frozen=True, slots=True)
 class CollectionPlan:
-    """The records to commit, in order, and the decision for every version and segment."""
+    """The records to commit, in order, and the decision for every version and segment; what the user should know."""
 
     retention: Mapping[str, RetentionPlan]
     steps: tuple[ExpireStep, ...]
     segments: tuple[SegmentReport, ...]
+    warnings: tuple[str, ...] = ()
 
 
 def unexplained(logs: Sequence[LogVersions], folders: Iterable[str]) -> list[str]:
@@ -102,16 +102,15 @@ def plan_collection(
         Segments of expired versions that a lease or cursor still protects: marked now, deleted later.
     batch
         Segments that one record marks at most; those of one version are not split over records.
-
-    Raises
-    ------
-    BadInput
-        Checkpoints would expire, and no live version has the metric of ``keep_best``.
     """
     live = [log for log in logs if not log.is_closed]
     retention = {log.branch: _retention(log, policy, holds, times.now_ms) for log in logs}
+    warnings: tuple[str, ...] = ()
     if policy.keep_best is not None and any(_expire_checkpoints(log, retention[log.branch]) for log in live):
-        _check_metric(policy.keep_best.metric, live)
+        warnings = _without_metric(policy.keep_best.metric, live)
+        if warnings:
+            all_kept = replace(policy, keep_last=max(len(log.versions) for log in logs))
+            retention = {log.branch: _retention(log, all_kept, holds, times.now_ms) for log in logs}
     needed = _staying_segments(logs, retention)
     needed_txns = {txn_of(name) for name in needed}
     given_up = _given_up(logs, retention, needed)
@@ -128,7 +127,7 @@ def plan_collection(
         _report(name, needed, held, until, before, ages, sizes, times.now_ms)
         for name in sorted(folders | pending_delete | needed)
     ]
-    return CollectionPlan(retention, tuple(steps), tuple(reports))
+    return CollectionPlan(retention, tuple(steps), tuple(reports), warnings)
 
 
 def due_segments(logs: Sequence[LogVersions], folders: Iterable[str], held: Set[str], now_ms: int) -> list[str]:
@@ -180,15 +179,15 @@ def _expire_checkpoints(log: LogVersions, retention: RetentionPlan) -> bool:
     return not staying.issuperset(saved.values())
 
 
-def _check_metric(metric: str, live: Sequence[LogVersions]) -> None:
-    """Raise for a metric that no version has: a mistyped one would let the best versions expire."""
+def _without_metric(metric: str, live: Sequence[LogVersions]) -> tuple[str, ...]:
+    """Return a warning if no version has a metric: it is mistyped, or no save has recorded it yet."""
     found = sorted({name for log in live for version in log.versions for name in version.metrics})
-    if metric not in found:
-        raise BadInput(
-            f"keep_best is by the metric {metric!r}, which no live version has; they have "
-            f"{', '.join(map(repr, found)) or 'none at all'}. No version was expired",
-            expected=found, found=metric,
-        )  # fmt: skip
+    if metric in found:
+        return ()
+    have = ", ".join(map(repr, found)) or "none at all"
+    return (
+        f"keep_best is by the metric {metric!r}, which no live version has; they have {have}. All checkpoints are kept",
+    )
 
 
 def _staying_segments(logs: Sequence[LogVersions], retention: Mapping[str, RetentionPlan]) -> set[str]:

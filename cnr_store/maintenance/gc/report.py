@@ -73,6 +73,8 @@ class GcReport(ShownReport):
     side_objects, side_object_bytes
         Keys and bytes of the lists in ``state/`` that this run deleted, or with ``is_dry_run`` would delete, because
         no record needs them. ``deleted_bytes`` includes the bytes of deleted ones.
+    warnings
+        What the user should know: that no version has the metric of ``keep_best``, so all checkpoints are kept.
     """
 
     url: str
@@ -87,6 +89,7 @@ class GcReport(ShownReport):
     failures: tuple[str, ...] = ()
     side_objects: tuple[str, ...] = ()
     side_object_bytes: int = 0
+    warnings: tuple[str, ...] = ()
 
     @property
     def expired(self) -> int:

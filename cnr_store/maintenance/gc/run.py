@@ -119,8 +119,7 @@ def collect_garbage(
     Raises
     ------
     BadInput
-        An argument is out of range, or needs ``force``; or checkpoints would expire, and no version has the
-        metric of ``keep_best``.
+        An argument is out of range, or needs ``force``.
     CorruptStore
         A log, a lease or a cursor cannot be read, so the needed segments are unknown; or a kept version lacks a
         segment.
@@ -215,6 +214,7 @@ class _Collection:
         self._segments: dict[str, SegmentReport] = {}
         self._records_read = 0
         self._records = 0
+        self._warnings: tuple[str, ...] = ()
 
     # ---- the two ways to run
 
@@ -440,6 +440,7 @@ class _Collection:
             before = self._segments.get(segment.name)
             if before is None or before.state != "marked" or segment.state == "stays":
                 self._segments[segment.name] = segment
+        self._warnings = plan.warnings
 
     def _report(self, outcome: Outcome, segments: Sequence[SegmentReport], *, is_dry_run: bool) -> GcReport:
         versions = sorted(self._versions.items(), key=lambda item: (item[1].branch or "", item[0]))
@@ -447,6 +448,7 @@ class _Collection:
             url=self._store.url, is_dry_run=is_dry_run, outcome=outcome,
             versions=tuple(version for _, version in versions),
             segments=tuple(sorted(segments, key=lambda segment: segment.name)), records=self._records,
+            warnings=self._warnings,
         )  # fmt: skip
 
     # ---- doing it

@@ -233,7 +233,10 @@ def check_root(storage: Storage, findings: Findings) -> None:
         data = storage.read(key, stop=len(wanted) + 1)
         if data is None and key == layout.DATA_GROUP and not storage.list_folders(layout.DATA):
             continue  # Creation was interrupted before this document, and nothing was saved.
-        if data is None:
+        if data is None and any(storage.list_objects(key)):
+            message = f"{key} is a folder with other files, in place of an object; move it away, and run `cnr repair`"
+            findings.add(Problem(CorruptObject.kind, key, (), message))
+        elif data is None:
             message = f"{key} is missing; Zarr readers do not see the store as a group"
             findings.add(Problem(MissingObject.kind, key, (), message))
         elif data != wanted:
