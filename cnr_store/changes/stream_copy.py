@@ -15,7 +15,7 @@ from cnr_store.changes.arrow import RowBlock
 from cnr_store.changes.differences import Nothing, are_comparable, compared_rows
 from cnr_store.changes.table_rows import Span, rows_of
 from cnr_store.format.commit_record import LogEntry
-from cnr_store.format.records import TableSchema
+from cnr_store.format.records import Manifest, TableSchema
 from cnr_store.read.changed_rows import Window
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.threads import blocks
@@ -36,7 +36,7 @@ class StreamCopy:
         self._is_wanted = is_wanted
         self._is_named = is_named
         self._tables: dict[str, ServedTable] = {}
-        self._recorded: dict[str, int | None] = {}
+        self._recorded: Manifest | None = None
         self._version: int | None = None
         self._next: tuple[int, TableUpdates] | None = None
 
@@ -60,7 +60,7 @@ class StreamCopy:
         ------
         MissingObject, CorruptStore, StorageFailure
         """
-        self._tables, self._recorded, self._version = {}, {}, None
+        self._tables, self._recorded, self._version = {}, None, None
         self.prepare(snapshot, Compare())
         self.settle()
 

@@ -92,7 +92,7 @@ def _first_of_life(table: str, earlier: Iterable[Manifest]) -> TableSchema | Non
 def _check_starts(index: int, before: Manifest, after: Manifest) -> Iterator[Contradiction]:
     """Yield parts whose base digest is not the state digest of the segment before, if both are recorded."""
     ends, starts = before.parts_of, after.parts_of
-    changed = [table for table in after.recorded if not _continues(ends.get(table, ()), starts.get(table, ()))]
+    changed = [table for table in after.recorded if not continues(ends.get(table, ()), starts.get(table, ()))]
     whole = {
         (part.table, part.rows, part.columns): part.state_digest for table in changed for part in ends.get(table, ())
     }
@@ -123,7 +123,7 @@ def _starts(parts: Sequence[PartEntry], schema: TableSchema) -> Sequence[PartEnt
     return (msgspec.structs.replace(parts[0], base_digest=None if total is None else f"{total:016x}"),)
 
 
-def _continues(before: Sequence[PartEntry], after: Sequence[PartEntry]) -> bool:
+def continues(before: Sequence[PartEntry], after: Sequence[PartEntry]) -> bool:
     """Return whether a table is in one part that starts from what the same part before ended with: as most are."""
     if not len(before) == len(after) == 1:
         return False

@@ -7,6 +7,7 @@ move and slots are never freed, so a search during an insertion finds every key 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -209,6 +210,7 @@ class KeyIndex:
         return larger
 
 
+@lru_cache(maxsize=1 << 12)
 def slots_for(capacity: int) -> int:
     """Return how many slots an index with room for ``capacity`` keys has: a power of two. Pure."""
     wanted = max(_LEAST_SLOTS, math.ceil((capacity + 1) * _SLOTS_PER_KEY))

@@ -15,7 +15,7 @@ import numpy as np
 
 from cnr_store.errors import CnrStoreError, VersionRefused
 from cnr_store.format.commit_record import LogEntry
-from cnr_store.format.records import DenseEntry
+from cnr_store.format.records import DenseEntry, Manifest
 from cnr_store.segment.codes import Array, ExactRows
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.serving.candidate import Candidate
@@ -46,7 +46,7 @@ class VersionState:
     dense
         The dense tensors that are served.
     recorded
-        By table, the state digest that the version names.
+        Its manifest, with the state of its tables.
     changed, changed_dense
         What differs from the version before: rows by table (in any order; None: any of them), and dense tensors.
     """
@@ -54,7 +54,7 @@ class VersionState:
     entry: LogEntry
     readers: Mapping[str, SegmentReader] = field(default_factory=dict)
     dense: Mapping[str, DenseEntry] = field(default_factory=dict)
-    recorded: Mapping[str, int | None] = field(default_factory=dict)
+    recorded: Manifest | None = None
     changed: Mapping[str, RowIds | None] = field(default_factory=dict)
     changed_dense: frozenset[str] = frozenset()
 

@@ -313,7 +313,7 @@ def test_a_difference_to_a_deleted_row_is_corrupt_and_names_it(store: Store) -> 
         with writer.begin(2) as txn:
             txn.write_rows("t", np.array([2, 3]), np.full((2, 2), 4, np.float32))
     consumer = consumer_at(store, deleting)
-    consumer.recorded = {}
+    consumer.recorded = None
     strange = with_chain(store.head(), *deleting.record.chain, starting_from_anything(store))
     before = consumer.frozen()
 
@@ -359,7 +359,7 @@ def test_objects_that_are_gone_or_damaged_leave_what_is_held_alone(store: Store,
     memory = TrackedMemory()
     consumer = Consumer(holding, np.random.default_rng(0), memory)
     consumer.go(store, [next(entry for entry in log if len(entry.record.chain) == 2)])
-    held, recorded, before = dict(consumer.tables), dict(consumer.recorded), consumer.frozen()
+    held, recorded, before = dict(consumer.tables), consumer.recorded, consumer.frozen()
     live, failures = dict(memory.live), 0
     prefix = segment_prefix(store.head().record.chain[-1].seg)
     for key in sorted(stat.key for stat in store.storage.list_objects(prefix)):
@@ -370,15 +370,15 @@ def test_objects_that_are_gone_or_damaged_leave_what_is_held_alone(store: Store,
                 assert isinstance(found, MissingObject) == (data is None)
                 assert memory.live.keys() == live.keys()
                 failures += 1
-            consumer.tables, consumer.recorded, consumer.entry = dict(held), dict(recorded), log[-2]
+            consumer.tables, consumer.recorded, consumer.entry = dict(held), recorded, log[-2]
             memory.live = dict(live)
             if found is not None:
                 assert consumer.frozen() == before
                 continue
             # It did not need the object, and went on: from the start again.
-            consumer.tables, consumer.recorded, consumer.entry = {}, {}, None
+            consumer.tables, consumer.recorded, consumer.entry = {}, None, None
             consumer.go(store, [log[-2]])
-            held, recorded, live = dict(consumer.tables), dict(consumer.recorded), dict(memory.live)
+            held, recorded, live = dict(consumer.tables), consumer.recorded, dict(memory.live)
 
     assert failures >= 9  # manifest, row ids, codes; slots and Zarr's documents are not read
     consumer.go(store, [log[-1]])

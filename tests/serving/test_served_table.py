@@ -151,6 +151,7 @@ def test_wide_codes_are_read_like_narrow_ones() -> None:
 @pytest.mark.parametrize("served", ["float32", "bfloat16"])
 def test_escape_rows_are_exact_and_say_what_they_are(served: Any) -> None:
     held = held_table({row: row for row in range(10)}, schema_of(10), served=served, kept_as="codes")
+    held = held.with_status()
     assert held.status is not None
     held.status[[2, 7]] = ESCAPED
     exact = np.array([[0.1, np.nan, 3.3], [1e30, -np.inf, 0.7]], np.float32)

@@ -243,7 +243,7 @@ def test_a_newer_version_that_is_not_merged_disturbs_nobody() -> None:
 def test_an_error_counts_only_if_the_view_was_whole() -> None:
     # Rows that are being merged may look like NaN, which int8 refuses.
     publisher = Publisher(min_view_s=0.0)
-    held = held_table({row: row for row in range(40)}, schema_of(), served="int8")
+    held = held_table({row: row for row in range(40)}, schema_of(), served="int8").with_status()
     publisher.publish(1, 1, {"t": held})
     stale = publisher.newest_view()
     assert held.status is not None
@@ -535,7 +535,7 @@ def test_a_merge_that_gets_no_memory_leaves_the_view_as_it_is(monkeypatch: pytes
     def full(*_: Any) -> BaseTable:
         raise StorageFailure("there is no memory left")
 
-    monkeypatch.setattr("cnr_store.serving.rows.views.merge_target", full)
+    monkeypatch.setattr("cnr_store.serving.rows.merging.merge_target", full)
     with pytest.raises(StorageFailure):
         publisher.merge()
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from cnr_store import Store
 from cnr_store.format.commit_record import LogEntry
-from cnr_store.format.records import TableSchema
+from cnr_store.format.records import Manifest, TableSchema
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.codes import ExactRows
 from cnr_store.segment.reader import SegmentReader
@@ -109,7 +109,7 @@ class Consumer:
     random: np.random.Generator
     memory: Memory = ANONYMOUS
     tables: dict[str, ServedTable] = field(default_factory=dict)
-    recorded: dict[str, int | None] = field(default_factory=dict)
+    recorded: Manifest | None = None
     entry: LogEntry | None = None
     known: dict[str, SegmentReader] = field(default_factory=dict)
     plans: list[str] = field(default_factory=list)

@@ -64,12 +64,13 @@ def held_table(
         held.rows[: len(ids)] = rows
         assert held.index.insert_many(ids, np.arange(len(ids))) < 0
         return held
-    held = held.with_status(memory)
-    assert held.status is not None
-    held.rows[:] = kind.absent_row
-    held.status[:] = ABSENT
+    if len(ids) < len(held.rows):
+        held = held.with_status(memory)
+        assert held.status is not None
+        held.rows[:] = kind.absent_row
+        held.status[:] = ABSENT
+        held.status[ids - held.start] = 0
     held.rows[ids - held.start] = rows
-    held.status[ids - held.start] = 0
     return held
 
 

@@ -23,18 +23,13 @@ from cnr_store.runtime.fences import AHEAD, prefetch
 from cnr_store.runtime.jit import njit
 from cnr_store.runtime.key_index import find_keys
 from cnr_store.segment.codes import ABSENT, Array
-from cnr_store.serving.rows.served_table import RowKind, ServedTable
+from cnr_store.serving.rows.served_table import Lines, RowKind, ServedTable, lines_of
 from cnr_store.serving.rows.views import View
 
 LEAST_TABLES = 4
 """Fewer are looked up one by one."""
 
-_FIELDS = 10
 _INT64 = np.dtype(np.int64)
-
-Lines = npt.NDArray[np.int64]
-"""(n, 10), a line per table: address of the base rows, first row and the one after the last, bytes of a row, address of
-the fill; of the overlay the addresses of rows, status and index, the slots of the index, its rows: 0 without one."""
 
 
 @njit(nogil=True)
@@ -62,14 +57,14 @@ def copy_rows(lines: Lines, counts: Any, ids: Any, places: Any, out: Any) -> int
         for i in range(at, high):
             if ids[i] < first or ids[i] >= stop:
                 return k
-        if lines[k, 8] > 0:
-            find_keys(carray(int64s_at(lines[k, 7]), (lines[k, 8], 2)), ids[at:high], places[at:high])
+        if lines[k, 9] > 0:
+            find_keys(carray(int64s_at(lines[k, 8]), (lines[k, 9], 2)), ids[at:high], places[at:high])
         for i in range(at, high):
             # As in `put_overlay_places`: not beyond the overlay, which may be rewritten meanwhile.
-            if lines[k, 8] > 0 and places[i] >= 0 and places[i] < lines[k, 9]:
+            if lines[k, 9] > 0 and places[i] >= 0 and places[i] < lines[k, 10]:
                 position = places[i]
-                is_absent = carray(uint8s_at(lines[k, 6] + position), (1,))[0] == ABSENT
-                places[i] = fill if is_absent else lines[k, 5] + position * row_bytes
+                is_absent = carray(uint8s_at(lines[k, 7] + position), (1,))[0] == ABSENT
+                places[i] = fill if is_absent else lines[k, 6] + position * row_bytes
             else:
                 places[i] = base + (ids[i] - first) * row_bytes
         at = high
@@ -113,7 +108,7 @@ class JoinedLookups:
         found = [(name, view.tables[name]) for name in tables if name in view.tables]
         joined = [(name, table) for name, table in found if _is_plain(table)]
         self._names = [name for name, _ in joined]
-        self._lines = np.array([_line_of(table) for _, table in joined], np.int64).reshape(-1, _FIELDS)
+        self._lines = lines_of(table for _, table in joined)
         kinds: dict[tuple[int, np.dtype[Any]], list[int]] = {}
         for at, (_, table) in enumerate(joined):
             kinds.setdefault(_form_of(table.base.kind), []).append(at)
@@ -163,18 +158,3 @@ def _is_plain(table: ServedTable) -> bool:
 
 def _form_of(kind: RowKind) -> tuple[int, np.dtype[Any]]:
     return kind.served_width, kind.served_dtype
-
-
-def _line_of(table: ServedTable) -> tuple[int, ...]:
-    base, overlay = table.base, table.overlay
-    row_bytes = base.rows.shape[1] * base.rows.itemsize
-    line = (_of_bytes(base.rows), base.start, base.stop, row_bytes, _of_bytes(base.kind.fill_row))
-    if overlay is None:
-        return (*line, 0, 0, 0, 0, 0)
-    index = overlay.index.slots
-    addresses = _of_bytes(overlay.rows), address_of(overlay.status), address_of(index)
-    return (*line, *addresses, len(index), len(overlay.rows))
-
-
-def _of_bytes(array: Array) -> int:
-    return address_of(array.view(np.uint8))

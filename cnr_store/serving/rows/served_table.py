@@ -7,6 +7,7 @@ or are never needed. Otherwise they are codes, which are decoded by each lookup.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from cnr_store.encodings import kernels, widths
 from cnr_store.errors import BadInput, BadRowIds, NonFiniteValues
 from cnr_store.format.records import TableSchema
+from cnr_store.runtime.addresses import address_of
 from cnr_store.runtime.key_index import KeyIndex, slots_for
 from cnr_store.runtime.threads import blocks
 from cnr_store.segment.codes import ABSENT, Array, ArraySpec, ExactRows, array_specs, decode_block, schema_key
@@ -215,6 +217,9 @@ class BaseTable:
         uint8 (capacity,): `CODED`, `ABSENT` or `ESCAPED`; None while all are coded. By key nothing is `ABSENT` here.
     shard
         The part of the table that is served; None means all of it.
+    line
+        What kernels that work on many tables take of it: address of the rows, start, stop, bytes of a row, address of
+        the kind's fill.
     """
 
     name: str
@@ -228,6 +233,12 @@ class BaseTable:
     spare: npt.NDArray[np.int64]
     status: npt.NDArray[np.uint8] | None
     shard: Shard | None
+    line: tuple[int, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        row_bytes = self.rows.shape[1] * self.rows.itemsize
+        line = _of_bytes(self.rows), self.start, self.stop, row_bytes, _of_bytes(self.kind.fill_row)
+        object.__setattr__(self, "line", line)
 
     @classmethod
     def allocate(
@@ -305,6 +316,9 @@ class Overlay:
         uint8 (n,): `CODED`, `ABSENT` (deleted) or `ESCAPED`.
     index
         Row id to position in the other three. Not to be changed once published.
+    line
+        As that of a `BaseTable`: addresses of ids, rows, status and the index's slots, number of slots, number of rows.
+        Made from the arrays unless it is given.
     """
 
     schema: TableSchema
@@ -312,6 +326,13 @@ class Overlay:
     rows: Array
     status: npt.NDArray[np.uint8]
     index: KeyIndex
+    line: tuple[int, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.line:
+            slots = self.index.slots
+            addresses = address_of(self.ids), _of_bytes(self.rows), address_of(self.status), address_of(slots)
+            object.__setattr__(self, "line", (*addresses, len(slots), len(self.rows)))
 
     @classmethod
     def allocate(
@@ -543,6 +564,23 @@ class ServedTable:
             expected=str(shard) if shard is not None else [0, schema.num_rows],
             found=row,
         )
+
+
+NO_OVERLAY = (0,) * 6
+"""The line of the overlay of a table that has none."""
+
+Lines = npt.NDArray[np.int64]
+"""(n, 11): a line per table, that of its base and that of its overlay."""
+
+
+def lines_of(tables: Iterable[ServedTable]) -> Lines:
+    """Return the lines of tables, whose arrays the caller keeps alive while a kernel works on them."""
+    lines = [one.base.line + (NO_OVERLAY if one.overlay is None else one.overlay.line) for one in tables]
+    return np.array(lines, np.int64).reshape(-1, 11)
+
+
+def _of_bytes(array: Array) -> int:
+    return address_of(array.view(np.uint8))
 
 
 def no_int8_form(row: int, table: str) -> NonFiniteValues:

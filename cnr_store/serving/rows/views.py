@@ -19,7 +19,7 @@ from cnr_store.errors import TableNotFound, VersionNotFound
 from cnr_store.segment.codes import Array, ExactRows
 from cnr_store.serving.rows.board import LONGEST_DEFERRAL_S, Board
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
-from cnr_store.serving.rows.merging import merge_into, merge_target
+from cnr_store.serving.rows.merging import Merge
 from cnr_store.serving.rows.served_table import BaseTable, Overlay, ServedTable
 
 MERGE_AFTER_S = 0.05
@@ -240,13 +240,9 @@ class Publisher:
             if self._staged is not None or not self._may_merge(wait):
                 return False
             with self._memory.attempt():
-                targets = {
-                    name: merge_target(table.base, table.overlay, self._memory)
-                    for name, table in view.tables.items()
-                    if table.overlay is not None
-                }
+                merge = Merge(view.tables.values(), self._memory)
                 tables = {
-                    name: table if table.overlay is None else ServedTable(targets[name].base, None, table.exact_rows)
+                    name: table if table.overlay is None else ServedTable(merge.bases[name], None, table.exact_rows)
                     for name, table in view.tables.items()
                 }
                 after = replace(view, epoch=view.epoch + 1, tables=MappingProxyType(tables))
@@ -254,10 +250,7 @@ class Publisher:
                 # its overlay until the board has the next epoch.
                 self._memory.put_view(after)
             self.board.begin_merge(view.epoch)
-            for name, target in targets.items():
-                overlay = view.tables[name].overlay
-                assert overlay is not None
-                merge_into(target, overlay)
+            merge.write()
             self._swap(after, is_merge=True)
             self._blocks |= self._blocks_of(_arrays_of(after))
             overlays = (array for table in view.tables.values() for array in _arrays_of_change(table.overlay))

@@ -17,11 +17,13 @@ import numpy as np
 from numba import carray  # type: ignore[attr-defined]
 
 from cnr_store.errors import CnrStoreError
+from cnr_store.format.chain_checks import continues
 from cnr_store.format.records import ArrayEntry, Manifest, PartEntry, RowListEntry
 from cnr_store.runtime.addresses import address_of, float32s_at
 from cnr_store.runtime.jit import njit
 from cnr_store.runtime.key_index import KeyIndex, insert_keys, slots_for
 from cnr_store.runtime.threads import Workers
+from cnr_store.segment.codes import Array
 from cnr_store.segment.decoded import Scratch
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.serving.rows.memory import Memory
@@ -31,9 +33,6 @@ from cnr_store.types import Lattice
 
 LEAST_TABLES = 4
 """Fewer in one chunk are applied one by one."""
-
-_FIELDS = 9
-
 
 JoinedDelta = tuple[Overlay | None, int]
 """The changed rows of a table, None if there are none, and the stored bytes that they were read from."""
@@ -52,34 +51,48 @@ class _Chunk:
 
 
 def apply_together(
-    reader: SegmentReader, tables: Mapping[str, tuple[ServedTable, int | None]], workers: Workers, memory: Memory
+    reader: SegmentReader,
+    tables: Mapping[str, ServedTable],
+    recorded: Manifest | None,
+    workers: Workers,
+    memory: Memory,
 ) -> dict[str, JoinedDelta]:
     """Return the changes by a delta segment of those tables that it can be applied to together. Blocks.
 
     Parameters
     ----------
     tables
-        By name: served tables whose schemas are those of the segment, and the state digest that each is known to have.
+        By name: served tables whose schemas are those of the segment.
+    recorded
+        The manifest of the version that they are at, with its state; None if it is not known.
 
     Raises
     ------
     StorageFailure
         There is not enough memory.
     """
-    found, chunks = _planned(reader.manifest, tables)
-    applied = workers.run(partial(_applied, reader, chunk, memory) for chunk in chunks)
-    return found | {name: delta for deltas in applied for name, delta in deltas.items()}
+    found, chunks = _planned(reader.manifest, tables, recorded)
+    # What is done for each table is done on one thread: two would wait for each other's turns of the interpreter.
+    decoded = workers.run(partial(_read, reader, chunk) for chunk in chunks)
+    work = [_Addition(reader, chunk, *arrays, memory) for chunk, arrays in zip(chunks, decoded, strict=True) if arrays]
+    workers.run(one.add for one in work)
+    for one in work:
+        found |= one.deltas()
+    return found
 
 
 def _planned(
-    manifest: Manifest, tables: Mapping[str, tuple[ServedTable, int | None]]
+    manifest: Manifest, tables: Mapping[str, ServedTable], recorded: Manifest | None
 ) -> tuple[dict[str, JoinedDelta], list[_Chunk]]:
     """Return which tables have no rows in the segment, and the chunks with rows of the others. Pure."""
     untouched: dict[str, JoinedDelta] = {}
     chunks: dict[tuple[int, int], _Chunk] = {}
-    for name, (served, recorded) in tables.items():
-        parts = manifest.parts_of.get(name, ())
-        if len(parts) != 1 or not _is_whole(parts[0], served, recorded):
+    parts_of, ends = manifest.parts_of, {} if recorded is None else recorded.parts_of
+    for name, served in tables.items():
+        parts = parts_of.get(name, ())
+        if len(parts) != 1 or not _is_whole(parts[0], served):
+            continue
+        if recorded is not None and not continues(ends.get(name, ()), parts):
             continue
         own = parts[0].add
         if own is None:
@@ -94,14 +107,12 @@ def _planned(
     return untouched, [chunk for chunk in chunks.values() if len(chunk.lists) >= LEAST_TABLES]
 
 
-def _is_whole(part: PartEntry, served: ServedTable, recorded: int | None) -> bool:
-    """Whether a part of the whole table has differences or nothing, and starts from the state that is served."""
+def _is_whole(part: PartEntry, served: ServedTable) -> bool:
+    """Whether a part of the whole table has differences or nothing."""
     schema = served.base.schema
     if part.set is not None or part.delete is not None or part.escape is not None:
         return False
-    if part.rows != (0, schema.num_rows) or part.columns != (0, schema.dim):
-        return False
-    return recorded is None or part.base_digest is None or int(part.base_digest, 16) == recorded
+    return part.rows == (0, schema.num_rows) and part.columns == (0, schema.dim)
 
 
 def _is_plain(served: ServedTable) -> bool:
@@ -113,51 +124,79 @@ def _is_plain(served: ServedTable) -> bool:
     )  # fmt: skip
 
 
-def _applied(reader: SegmentReader, chunk: _Chunk, memory: Memory) -> dict[str, JoinedDelta]:
-    """Return the overlays of the tables of a chunk, as pieces of joined arrays; without those that may be wrong."""
+def _read(reader: SegmentReader, chunk: _Chunk) -> tuple[Array, Array] | None:
+    """Return the row ids and codes of a stored chunk, None if it is damaged."""
     group, number = chunk.group, chunk.number
-    counts = np.array([one.count for one in chunk.lists], np.int64)
+    asked = sum(one.count for one in chunk.lists)
     try:
-        rows = reader.read_chunk(group["rows"], number, Scratch(), asked=int(counts.sum()))
-        codes = reader.read_chunk(group["codes"], number, Scratch(), asked=int(counts.sum()))
+        rows = reader.read_chunk(group["rows"], number, Scratch(), asked=asked)
+        return rows, reader.read_chunk(group["codes"], number, Scratch(), asked=asked)
     except CnrStoreError:
-        return {}
-    slots = np.array([slots_for(one.count) for one in chunk.lists], np.int64)
-    count, begin = int(counts.sum()), number * group["rows"].chunk_rows
-    ids, values, status, index = memory.allocate_together(
-        "joined.overlays",
-        [
-            ((count,), np.int64), ((count, codes.shape[1]), np.float32), ((count,), np.uint8),
-            ((int(slots.sum()), 2), np.int64),
-        ],
-    )  # fmt: skip
-    ends, slot_ends = np.cumsum(counts), np.cumsum(slots)
-    lines = np.empty((len(counts), _FIELDS), np.int64)
-    lines[:, 0] = [address_of(table.base.rows) for table in chunk.tables]
-    lines[:, 1] = [len(table.base.rows) for table in chunk.tables]
-    lines[:, 2] = [one.start - begin for one in chunk.lists]
-    lines[:, 3] = counts
-    lines[:, 4] = [one.first[0] for one in chunk.lists]
-    lines[:, 5] = [one.last[0] for one in chunk.lists]
-    lines[:, 6], lines[:, 7], lines[:, 8] = ends - counts, slot_ends - slots, slots
-    scales = np.array([_scale(table) for table in chunk.tables], np.float32)
-    are_sound = np.empty(len(counts), np.bool_)
-    positions = np.arange(counts.max(), dtype=np.int64)
-    add_together(lines, scales, rows, codes, positions, ids, values, status, index, are_sound)
-    if not are_sound.any() and (block := memory.block_of(ids)) is not None:
-        memory.release(block)
-    sizes = [reader.place_of(entry, number).size for name, entry in group.items() if not name.startswith("slots/")]
-    stored = (np.multiply.outer(counts, sizes) // len(rows)).sum(axis=1)
-    columns = (are_sound, lines[:, 6], ends, lines[:, 7], slot_ends, stored)
-    deltas: dict[str, JoinedDelta] = {}
-    for table, is_sound, low, high, first, stop, size in zip(
-        chunk.tables, *(column.tolist() for column in columns), strict=True
-    ):
-        if is_sound:
-            own = KeyIndex(index[first:stop], count=high - low, used=high - low)
-            base = table.base
-            deltas[base.name] = Overlay(base.schema, ids[low:high], values[low:high], status[low:high], own), size
-    return deltas
+        return None
+
+
+class _Addition:
+    """The addition of a decoded chunk, and what it makes: the overlays of its tables, as pieces of joined arrays."""
+
+    def __init__(self, reader: SegmentReader, chunk: _Chunk, rows: Array, codes: Array, memory: Memory) -> None:
+        group, number = chunk.group, chunk.number
+        self._tables, self._memory, self._rows, self._codes = chunk.tables, memory, rows, codes
+        counts = np.array([one.count for one in chunk.lists], np.int64)
+        slots = np.array([slots_for(one.count) for one in chunk.lists], np.int64)
+        ends, slot_ends = np.cumsum(counts), np.cumsum(slots)
+        count = int(ends[-1])
+        self._arrays = memory.allocate_together(
+            "joined.overlays",
+            [
+                ((count,), np.int64), ((count, codes.shape[1]), np.float32), ((count,), np.uint8),
+                ((int(slot_ends[-1]), 2), np.int64),
+            ],
+        )  # fmt: skip
+        places = [(table.base.line[0], len(table.base.rows)) for table in chunk.tables]
+        begin = number * group["rows"].chunk_rows
+        lists = [(one.start - begin, one.count, one.first[0], one.last[0]) for one in chunk.lists]
+        starts = ends - counts, slot_ends - slots
+        self._lines = np.column_stack((np.array(places, np.int64), np.array(lists, np.int64), *starts, slots))
+        self._scales = np.array([_scale(table) for table in chunk.tables], np.float32)
+        self._are_sound = np.empty(len(counts), np.bool_)
+        sizes = [reader.place_of(entry, number).size for name, entry in group.items() if not name.startswith("slots/")]
+        self._stored = (np.multiply.outer(counts, sizes) // len(rows)).sum(axis=1)
+
+    def add(self) -> None:
+        """Fill the overlays. Releases the GIL."""
+        positions = np.arange(self._lines[:, 3].max(), dtype=np.int64)
+        add_together(
+            self._lines, self._scales, self._rows, self._codes, positions, *self._arrays, self._are_sound
+        )  # fmt: skip
+
+    def deltas(self) -> dict[str, JoinedDelta]:
+        """Return the changes of those tables whose rows are not wrong."""
+        ids, values, status, index = self._arrays
+        if not self._are_sound.any() and (block := self._memory.block_of(ids)) is not None:
+            self._memory.release(block)
+        counts, lows, firsts, slots = self._lines[:, [3, 6, 7, 8]].T
+        places = np.stack(
+            (
+                address_of(ids) + 8 * lows,
+                address_of(values) + values.itemsize * values.shape[1] * lows,
+                address_of(status) + lows,
+                address_of(index) + 16 * firsts,
+                slots,
+                counts,
+            ),
+            axis=1,
+        )
+        found: dict[str, JoinedDelta] = {}
+        columns = (self._are_sound, lows, firsts, self._stored, places)
+        for table, is_sound, low, first, size, line in zip(
+            self._tables, *(column.tolist() for column in columns), strict=True
+        ):
+            if is_sound:
+                base, high = table.base, low + line[5]
+                own = KeyIndex(index[first : first + line[4]], count=line[5], used=line[5])
+                overlay = Overlay(base.schema, ids[low:high], values[low:high], status[low:high], own, tuple(line))
+                found[base.name] = overlay, size
+        return found
 
 
 def _scale(table: ServedTable) -> float:

@@ -90,8 +90,8 @@ class TableUpdates:
     exact_rows
         Of tables that keep codes and appear in ``changes``: all their exact rows.
     recorded
-        By table: the version's state digest of the whole table, None if it has none. Pass it to the next update, which
-        detects segments of another chain by it.
+        The version's manifest, with its state. Pass it to the next update, which detects segments of another chain by
+        its state digests.
     rows
         Number of rows that were changed or loaded.
     bytes
@@ -100,7 +100,7 @@ class TableUpdates:
 
     changes: dict[str, TableChange] = field(default_factory=dict)
     exact_rows: dict[str, ExactRows] = field(default_factory=dict)
-    recorded: dict[str, int | None] = field(default_factory=dict)
+    recorded: Manifest | None = None
     rows: int = 0
     bytes: int = 0
 
@@ -110,7 +110,7 @@ def update_tables(
     plan: UpdatePlan,
     tables: Mapping[str, ServedTable],
     serve_as: ServeTable,
-    recorded: Mapping[str, int | None] | None = None,
+    recorded: Manifest | None = None,
     *,
     memory: Memory = ANONYMOUS,
 ) -> TableUpdates:
@@ -144,12 +144,12 @@ def update_tables(
         A row that is not finite has no int8 form.
     """
     if isinstance(plan, Same) and tables:
-        return TableUpdates(recorded=dict(recorded or {}))
+        return TableUpdates(recorded=recorded)
     with memory.attempt():
-        updater = _Updater(snapshot, plan, recorded or {}, memory)
-        result = TableUpdates()
+        updater = _Updater(snapshot, plan, recorded, memory)
+        result = TableUpdates(recorded=None if snapshot.is_empty else snapshot.manifests[-1])
         rows = bytes_read = 0
-        schemas, manifests = snapshot.tables, snapshot.manifests
+        schemas = snapshot.tables
         wanted = {name: how for name, schema in schemas.items() if (how := serve_as(name, schema)) is not None}
         together = updater.together(wanted, tables)
         loaded = updater.load_together(wanted, tables)
@@ -158,7 +158,6 @@ def update_tables(
             if options is None:
                 result.changes[name] = None
                 continue
-            result.recorded[name] = whole_digest(manifests[-1], name)
             if name in together:
                 overlay, size = together[name]
                 bytes_read += size
@@ -196,9 +195,7 @@ class _GoneSegment(Exception):
 class _Updater:
     """One update, table by table."""
 
-    def __init__(
-        self, snapshot: Snapshot, plan: UpdatePlan, recorded: Mapping[str, int | None], memory: Memory
-    ) -> None:
+    def __init__(self, snapshot: Snapshot, plan: UpdatePlan, recorded: Manifest | None, memory: Memory) -> None:
         self.bytes = 0
         self._snapshot = snapshot
         self._readers = snapshot.readers
@@ -233,7 +230,7 @@ class _Updater:
         [reader] = plan.new
         schemas, there = self._snapshot.tables, reader.manifest.tables
         chosen = {
-            name: (served, self._recorded.get(name))
+            name: served
             for name, options in wanted.items()
             if (served := tables.get(name)) is not None
             and _is_same(served.schema, schemas[name])
@@ -242,7 +239,7 @@ class _Updater:
             and served.base.shard == options.shard
         }
         with self._memory.attempt():
-            return apply_together(reader, chosen, self._workers, self._memory)
+            return apply_together(reader, chosen, self._recorded, self._workers, self._memory)
 
     def load_together(self, wanted: Mapping[str, ServeAs], tables: Mapping[str, ServedTable]) -> dict[str, Difference]:
         """Return those of the tables that are not served yet that can be loaded together."""
@@ -311,7 +308,7 @@ class _Updater:
     ) -> Difference | None:
         name = served.name
         build = _TableBuild(served, self._workers, self._memory)
-        recorded = self._recorded.get(name)
+        recorded = None if self._recorded is None else whole_digest(self._recorded, name)
         unknown: RowIds = np.empty(0, np.int64)
         for reader in segments:
             there = reader.manifest.tables[name]
