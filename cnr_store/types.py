@@ -61,6 +61,7 @@ class FloatBits(msgspec.Struct, frozen=True, tag_field="encoding", tag="float_bi
 
 
 Encoding = Raw | Affine | Lattice | FloatBits
+SlotEncoding = Lattice | FloatBits
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,8 @@ def _schema_problems(table: str, schema: TableSchema) -> Iterator[str]:
         yield f"table {table!r} has shape ({schema.num_rows}, {schema.dim})"
     if schema.keys == "hashed" and schema.num_rows:
         yield f"table {table!r} has hashed keys and {schema.num_rows} rows"
+    if schema.shift and not isinstance(schema.encoding, Lattice):
+        yield f"table {table!r} has shift {schema.shift} and no scale"
     yield from _scale_problems(table, schema.encoding, schema.shift)
 
 
@@ -165,8 +167,6 @@ def _form_problems(table: str, schema: TableSchema) -> Iterator[str]:
     """What would make decoding undefined, of every table of this form."""
     for name, slot in schema.slots.items():
         check_name(name)
-        if isinstance(slot.encoding, Affine):
-            yield f"slot {name!r} of table {table!r} is affine"
         yield from _scale_problems(table, slot.encoding, schema.shift)
     encodings = [(schema.encoding, schema.dtype), *((slot.encoding, slot.dtype) for slot in schema.slots.values())]
     for encoding, dtype in encodings:
@@ -279,6 +279,8 @@ def part_problems(part: PartEntry, schema: TableSchema, form: int, fitting: Fitt
             yield from (f"part {part} {operation}{problem}" for problem in problems)
             if not problems:
                 fitting.add(fit)
+        if operation == "add" and not isinstance(schema.encoding, Lattice | FloatBits):
+            yield f"part {part} of a table without differences has add rows"
         for problem in _list_problems(part, row_list, schema) if "rows" in row_list.group else ():
             yield f"part {part} {operation}{problem}"
 

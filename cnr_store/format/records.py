@@ -46,7 +46,7 @@ from cnr_store.format.fields import (
     Text,
 )
 from cnr_store.format.limits import MAX_LAYERS, MAX_SLOTS
-from cnr_store.types import MAX_CHAIN, Encoding, JsonValue, TableDtype
+from cnr_store.types import MAX_CHAIN, Encoding, JsonValue, SlotEncoding, TableDtype
 
 FORMAT = "cnr-store"
 MAJOR = 1
@@ -189,15 +189,11 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotSchema(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Optimizer state of a table: ``row`` is (num_rows,), ``element`` is (num_rows, dim).
-
-    With ``mirror`` an ``add`` row holds the difference to the previous code, without it the code itself.
-    """
+    """Optimizer state of a table: ``row`` is (num_rows,), ``element`` is (num_rows, dim)."""
 
     kind: Literal["row", "element"]
     dtype: TableDtype
-    encoding: Encoding
-    mirror: bool
+    encoding: SlotEncoding
     fill: Float32 = 0.0
 
 

@@ -78,7 +78,7 @@ class _SmallTable:
         apart = 0
         for name in self.names:
             spec, out = self.specs[name], self.outputs.get(name)
-            if allocate is not None and spec.is_additive:
+            if allocate is not None:
                 self.held[name] = allocate((self.schema.num_rows, spec.width), spec.mirror_dtype)
             elif out is None:
                 self.held[name] = np.empty((self.schema.num_rows, spec.width), self._narrowest(name))
@@ -97,8 +97,7 @@ class _SmallTable:
 
     def mirror(self, allocate: Allocate) -> TableCodes:
         """Return the codes as a mirror."""
-        arrays = {name: array for name, array in self.held.items() if self.specs[name].is_additive}
-        return TableCodes(self.schema, 0, self.schema.num_rows, arrays, allocate)
+        return TableCodes(self.schema, 0, self.schema.num_rows, {**self.held}, allocate)
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +144,7 @@ def read_together(
     tables = []
     for name, arrays in outputs.items():
         specs = array_specs(manifests[-1].tables[name])
-        names = [key for key, one in specs.items() if key in arrays or (allocate is not None and one.is_additive)]
+        names = [key for key in specs if key in arrays or (allocate is not None and specs.are_additive)]
         tables += _plain_tables(manifests, name, names, arrays)
     done: dict[str, ReadTogether] = {}
     for batch in _batches(tables, allocate) if len(tables) >= LEAST_TABLES else ():
@@ -197,13 +196,13 @@ def _plain_tables(
     schema = manifests[-1].tables[name]
     lists = _plain_lists(manifests, name, schema)
     specs = array_specs(schema)
-    if lists is None or not names or not specs["codes"].is_additive:
+    if lists is None or not names or not specs.are_additive:
         return []
     if not all(specs[key].is_integer and specs[key].dtype == "float32" for key in names):
         return []
     if not all(out.flags.c_contiguous for out in outputs.values()):
         return []
-    is_whole = all(key in names for key, spec in specs.items() if spec.is_additive)
+    is_whole = set(names) == set(specs)
     digest = recorded_digest(manifests[-1].parts_of.get(name, ()), whole_of(schema)) if is_whole else None
     return [_SmallTable(name, schema, specs, names, outputs, lists, digest)]
 
@@ -395,7 +394,7 @@ class _HeldCodes:
         for at in np.flatnonzero(has).tolist():
             held, spec = tables[at].held[name], tables[at].specs[name]
             wraps = isinstance(spec.encoding, FloatBits) and held.dtype == np.int32
-            adds[at] = PUT if not spec.is_additive else ADD_WRAPPING if wraps else ADD
+            adds[at] = ADD_WRAPPING if wraps else ADD
             places[at] = address_of(held), held.itemsize, len(held), 0
         return cls(has, adds, places)
 
@@ -414,17 +413,17 @@ class _AlikeCodes:
         spec, found = self.spec, np.empty(len(self.tables), np.uint64)
         shift = spec.bit_shift if isinstance(spec.encoding, FloatBits) else -1
         table_kernels.finish_mirrors(self.parts, self.scales, shift, spec.multipliers, spec.presence(), found)
-        return found if spec.is_additive else np.zeros_like(found)
+        return found
 
 
 def _finishes(name: str, tables: Sequence[_SmallTable]) -> Iterator[_AlikeCodes]:
     """Yield what finishes one array of the tables: alike ones together, as much at once as a thread should take."""
-    alike: dict[tuple[int, bool, int | None], list[int]] = {}
+    alike: dict[tuple[int, int | None], list[int]] = {}
     for at, table in enumerate(tables):
         if name in table.held:
             spec = table.specs[name]
             shift = spec.bit_shift if isinstance(spec.encoding, FloatBits) else None
-            alike.setdefault((spec.width, spec.is_additive, shift), []).append(at)
+            alike.setdefault((spec.width, shift), []).append(at)
     for numbers in alike.values():
         own = [tables[at] for at in numbers]
         held = [table.held[name] for table in own]

@@ -248,8 +248,8 @@ def expected_digest(plan: TablePlan, names: set[str]) -> int | None:
 
     It is known when the rectangle is a union of whole parts that state one and ``names`` holds every mirrored array.
     """
-    additive = {name for name, spec in array_specs(plan.schema).items() if spec.is_additive}
-    if not additive or not additive <= names:
+    specs = array_specs(plan.schema)
+    if not specs.are_additive or not names.issuperset(specs):
         return None
     return recorded_digest(plan.parts, Rectangle((plan.start, plan.stop), plan.columns))
 

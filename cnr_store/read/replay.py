@@ -137,7 +137,7 @@ class Replay:
         spec = target.codes.specs[name]
         held = target.codes.arrays[name]
         shift = step.left_shift if name == "codes" else 0
-        adds = step.operation == "add" and spec.is_additive
+        adds = step.operation == "add"
         contiguous = index[-1] - index[0] + 1 == len(index)
         block = held[index[0] : index[-1] + 1] if contiguous else None
         is_plain = step.operation == "set" and spec.is_integer and shift == 0 and held.flags.c_contiguous

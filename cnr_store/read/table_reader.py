@@ -112,7 +112,7 @@ def read_mirror(
         _read_intervals(readers, plan, outputs, workers, mirror=joined)
         return joined.codes
     specs = array_specs(plan.schema, plan.columns)
-    names = tuple(name for name, spec in specs.items() if spec.is_additive)
+    names = tuple(specs) if specs.are_additive else ()
     codes = TableCodes.allocate(
         plan.schema, plan.start, plan.stop, names=names, mirror=True, allocate=allocate, columns=plan.columns
     )
@@ -366,7 +366,7 @@ class _JoinedMirror:
 
     def __init__(self, plan: TablePlan, allocate: Allocate) -> None:
         specs = array_specs(plan.schema, plan.columns)
-        self.names = tuple(name for name, spec in specs.items() if spec.is_additive)
+        self.names = tuple(specs)
         self.codes: TableCodes | None = TableCodes.allocate(
             plan.schema, plan.start, plan.stop, names=self.names, mirror=True, allocate=allocate, columns=plan.columns
         )

@@ -128,13 +128,18 @@ class Differences(NamedTuple):
 class ArraySpecs(dict[str, ArraySpec]):
     """The arrays of a table, or of some of its columns, by name, weights first. Not to be changed."""
 
+    @property
+    def are_additive(self) -> bool:
+        """Whether ``add`` rows hold differences to a mirror: of all arrays, or of none."""
+        return self["codes"].is_additive
+
     @cached_property
     def differences(self) -> tuple[Differences, ...] | None:
         """What tables whose rows can be encoded by one call have as one object.
 
         None where an array has no differences, or not of float32.
         """
-        if not all(spec.is_additive and spec.dtype == "float32" for spec in self.values()):
+        if not self.are_additive or any(spec.dtype != "float32" for spec in self.values()):
             return None
         return _one_of_equal(tuple(
             Differences(
@@ -174,7 +179,7 @@ def _specs_of(key: bytes, columns: tuple[int, int]) -> ArraySpecs:
         vector = slot.kind == "row"
         specs[f"slots/{name}"] = ArraySpec(
             f"slots/{name}", slot.encoding, slot.dtype, 1 if vector else width, vector,
-            slot.mirror and additive, slot.fill, columns,
+            additive, slot.fill, columns,
         )  # fmt: skip
     return specs
 

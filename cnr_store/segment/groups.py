@@ -238,7 +238,7 @@ def order_of(operation: str, specs: Mapping[str, ArraySpec], dtypes: Mapping[str
         return None
     if codes.width < 2:
         return None
-    slots = [(name, spec.is_vector) for name, spec in specs.items() if name != "codes" and spec.is_additive]
+    slots = [(name, spec.is_vector) for name, spec in specs.items() if name != "codes"]
     found = next((name for name, is_vector in slots if is_vector and dtypes[name] == np.int16), None)
     return CLASSES if found is None and not all(is_vector for _, is_vector in slots) else found
 

@@ -58,11 +58,6 @@ class EncodedTable:
     digest: int | None
 
 
-def is_fully_mirrored(schema: TableSchema) -> bool:
-    """Whether a baseline of the table can be written from the mirror alone."""
-    return all(spec.is_additive for spec in array_specs(schema).values())
-
-
 def encode_table(
     table: str,
     schema: TableSchema,
@@ -138,10 +133,9 @@ def scan_table(
     specs = array_specs(schema, rectangle.columns)
     flags = np.zeros(rectangle.num_rows, np.uint8)
     mirror = None
-    if allocate is not None and any(spec.is_additive for spec in specs.values()):
-        names = tuple(name for name, spec in specs.items() if spec.is_additive)
+    if allocate is not None and specs.are_additive:
         mirror = TableCodes.allocate(
-            schema, first, stop, names=names, mirror=True, allocate=allocate, columns=rectangle.columns
+            schema, first, stop, names=tuple(specs), mirror=True, allocate=allocate, columns=rectangle.columns
         )
     dtypes = {name: _scan(spec, values[name], mirror, flags, workers) for name, spec in specs.items()}
     at = np.flatnonzero(flags == _BAD).astype(np.int64)

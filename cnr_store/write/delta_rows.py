@@ -186,14 +186,9 @@ def _encode_add(encoded: EncodedRows, mirror: TableCodes, touched: TouchedTable,
     """Add the ``add`` list; returns the change of the digest. Rows whose every code is unchanged leave."""
     specs = encoded.specs
     flags = np.zeros(len(touched.row_ids), np.uint8)
-    if not all(spec.is_additive for spec in specs.values()):
-        flags |= 1
     arrays: dict[str, Array] = {}
     change = 0
     for name, spec in specs.items():
-        if not spec.is_additive:
-            arrays |= encode_absolute(spec, touched.values[name], workers)
-            continue
         arrays[name], changed = _differences(spec, mirror, touched, flags, workers)
         change += changed
     if (flags == _BAD).any():

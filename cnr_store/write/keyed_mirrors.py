@@ -235,4 +235,4 @@ def _allocated(schema: TableSchema, rows: int, allocate: Allocate) -> TableCodes
 def mirrored_arrays(schema: TableSchema) -> tuple[str, ...]:
     """Return the arrays of a table that differences are taken of; none if not of its weights. Pure."""
     specs = array_specs(schema)
-    return tuple(name for name, spec in specs.items() if spec.is_additive) if specs["codes"].is_additive else ()
+    return tuple(specs) if specs.are_additive else ()

@@ -74,7 +74,7 @@ def alike(shards: Sequence[NewShard]) -> list[list[int]]:
     return runs
 
 
-def propose(shards: Sequence[NewShard], *, has_mirror: bool) -> list[Proposal]:
+def propose(shards: Sequence[NewShard]) -> list[Proposal]:
     """Return the schemas that fit the rows of shards with equal options and dtypes and as many columns each. Blocks.
 
     Raises
@@ -88,14 +88,14 @@ def propose(shards: Sequence[NewShard], *, has_mirror: bool) -> list[Proposal]:
         )  # fmt: skip
     except BadInput as error:
         if len(shards) > 1:  # whose rows they are
-            return [proposal for one in shards for proposal in propose([one], has_mirror=has_mirror)]
+            return [proposal for one in shards for proposal in propose([one])]
         table = shards[0].table
         raise BadInput(f"table {table!r}: {error}", table=table, expected=error.expected, found=error.found) from None
     return [
         Proposal(
             table_schema(
                 one.table, options, num_rows=one.shape[0], dim=one.shape[1], dtype=dtype, sample=one.sample,
-                choice=choice, slots=one.slots, generation=one.generation, has_mirror=has_mirror,
+                choice=choice, slots=one.slots, generation=one.generation,
             ),
             one.sample.size * one.sample.dim, options_text(options), choice,
         )

@@ -111,10 +111,8 @@ class SchemaChanges:
             check_name(table)
             self._check_declared(table, declarations, written)
         shards = [self._new_shard(table, one) for table, declarations in tables.items() for one in declarations]
-        has_mirror, runs = self._state.mirrors.mode != "none", alike(shards)
-        found = self._state.setup.workers.run(
-            partial(propose, [shards[number] for number in run], has_mirror=has_mirror) for run in runs
-        )
+        runs = alike(shards)
+        found = self._state.setup.workers.run(partial(propose, [shards[number] for number in run]) for run in runs)
         proposals = dict(zip(chain.from_iterable(runs), chain.from_iterable(found), strict=True))
         made: dict[str, list[Proposal]] = {}
         for number, shard in enumerate(shards):
@@ -205,8 +203,7 @@ class SchemaChanges:
         choice = choose_table_scale(chosen, dtype, sampled)  # type: ignore[arg-type]
         schema = table_schema(
             table, chosen, num_rows=0, dim=dim, dtype=dtype, sample=sampled, slots=kinds, keys="hashed",  # type: ignore[arg-type]
-            generation=self._next_generation(table), has_mirror=self._state.mirrors.mode != "none",
-            choice=choice,
+            generation=self._next_generation(table), choice=choice,
         )  # fmt: skip
         return Proposal(schema, rows.size, options_text(chosen), choice)
 
@@ -244,7 +241,6 @@ class SchemaChanges:
         schema = table_schema(
             table, chosen, num_rows=num_rows, dim=dim, dtype=dtype, sample=sample, choice=choice,
             slots=slots, generation=self._next_generation(table),
-            has_mirror=self._state.mirrors.mode != "none",
         )  # fmt: skip
         self._chose(table, choice)
         return schema

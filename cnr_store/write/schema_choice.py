@@ -35,6 +35,7 @@ from cnr_store.types import (
     Lattice,
     Precision,
     Raw,
+    SlotEncoding,
     TableDtype,
 )
 from cnr_store.write.table_options import SlotBits, TableOptions, check_used
@@ -73,7 +74,6 @@ def table_schema(
     slots: Mapping[str, Any],
     keys: str = "dense",
     generation: int = 1,
-    has_mirror: bool = True,
     choice: ScaleChoice | None = None,
 ) -> TableSchema:
     """Return the schema of a new table, or of a new generation of one.
@@ -84,8 +84,6 @@ def table_schema(
         Rows of the table to choose on; an array (n, dim) in the table's dtype counts as the whole table.
     slots
         Slot name to its array; of means of gradients a sample is read.
-    has_mirror
-        Whether the writer keeps a code mirror; without one every row is ``set``.
     choice
         What `choose_table_scale` returned for the same options and sample; None calls it.
 
@@ -105,7 +103,6 @@ def table_schema(
             f"table {table!r} has {dim} columns, 1 to {MAX_DIM} are stored", table=table, expected=MAX_DIM, found=dim
         )
     encoding = choose_encoding(options, dtype, sample, choice)
-    additive = has_mirror and isinstance(encoding, Lattice | FloatBits)
     return TableSchema(
         num_rows=num_rows if keys == "dense" else 0,
         dim=dim,
@@ -114,10 +111,7 @@ def table_schema(
         encoding=encoding,
         generation=generation,
         fill=options.fill,
-        slots={
-            name: _slot_schema(table, name, array, options, beside=slots, mirror=additive)
-            for name, array in slots.items()
-        },
+        slots={name: _slot_schema(table, name, array, options, beside=slots) for name, array in slots.items()},
     )
 
 
@@ -229,9 +223,7 @@ def _sampled(sample: RowSample | npt.NDArray[Any], dtype: TableDtype) -> RowSamp
     return sample if isinstance(sample, RowSample) else RowSample(sample, dtype)
 
 
-def _slot_schema(
-    table: str, name: str, array: Any, options: TableOptions, *, beside: Collection[str], mirror: bool
-) -> SlotSchema:
+def _slot_schema(table: str, name: str, array: Any, options: TableOptions, *, beside: Collection[str]) -> SlotSchema:
     dimensions = len(array.shape)
     if dimensions not in (1, 2):
         raise BadShape(f"slot {name!r} of table {table!r} has {dimensions} dimensions; a slot has 1 or 2", table=table)
@@ -241,7 +233,6 @@ def _slot_schema(
         kind="row" if dimensions == 1 else "element",
         dtype=dtype,
         encoding=choose_slot_encoding(name, array, dtype, bits, beside),
-        mirror=mirror,
     )
 
 
@@ -312,7 +303,7 @@ def slot_bits_of(options: TableOptions, name: str, bits: AffineBits) -> SlotBits
 
 def choose_slot_encoding(
     name: str, array: Any, dtype: TableDtype, bits: SlotBits | None, beside: Collection[str]
-) -> Encoding:
+) -> SlotEncoding:
     """Return the encoding of a slot.
 
     Parameters

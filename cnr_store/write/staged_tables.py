@@ -21,7 +21,7 @@ from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.shards import KeyShare, Shard
 from cnr_store.segment.writer import SegmentWriter
 from cnr_store.types import Rectangle, RowIds
-from cnr_store.write.baseline_rows import EncodedTable, encode_mirror, is_fully_mirrored, scan_table
+from cnr_store.write.baseline_rows import EncodedTable, encode_mirror, scan_table
 from cnr_store.write.delta_rows import EncodedRows, TouchedTable, encode_alone, encode_delete, options_on_bad_rows
 from cnr_store.write.encode import EncodedList, RowUpdate, check_arrays, own_row_ids, refused_rows
 from cnr_store.write.joined_rows import EncodedRun, JoinedRows, StagedRuns, encode_groups, plan_rows
@@ -137,7 +137,7 @@ class StagedTables:
         if table not in self._schemas.declared:
             raise BadInput(f"declare table {table!r} before it is read live: declare_tables()", table=table)
         mirrors = self._state.mirrors
-        if mirrors.mode == "none" or not is_fully_mirrored(self._schemas.tables[table]):
+        if mirrors.mode == "none" or not array_specs(self._schemas.tables[table]).are_additive:
             return False
         one = self._begin_whole(TableValues(table, values, slots, None, rectangle))
         workers = self._state.setup.workers
@@ -279,7 +279,7 @@ class StagedTables:
             _check_disjoint(shard, self._changes(shard), touched.row_ids)
         for shard, touched in given if self._draft.kind == "baseline" else ():
             schema = self._schemas.tables[shard.table]
-            if schema.keys == "dense" and (touched.mirror is None or not is_fully_mirrored(schema)):
+            if schema.keys == "dense" and (touched.mirror is None or not array_specs(schema).are_additive):
                 raise BadInput(
                     f"table {shard.table!r} has no full mirror, so a baseline needs all its rows: use write_table()",
                     table=shard.table,
@@ -296,7 +296,7 @@ class StagedTables:
         self._check_first(shard, "delete")
         _check_disjoint(shard, self._changes(shard), row_ids)
         mirror, base = self._mirror(shard)
-        if self._draft.kind == "baseline" and (mirror is None or not is_fully_mirrored(schema)):
+        if self._draft.kind == "baseline" and (mirror is None or not array_specs(schema).are_additive):
             raise BadInput(
                 f"table {table!r} has no full mirror, so a baseline needs all its rows: delete them in a delta",
                 table=table,
@@ -360,7 +360,7 @@ class StagedTables:
             return shard in self._rows or shard.table in self._schemas.created
         mirror = self._state.mirrors.get(shard)
         is_current = mirror is not None and mirror.schema.generation == schema.generation
-        return shard in self._whole or (is_current and is_fully_mirrored(schema))
+        return shard in self._whole or (is_current and array_specs(schema).are_additive)
 
     def check_complete(self) -> None:
         """Raise `BadInput` if rows are missing that a commit needs."""

@@ -252,7 +252,7 @@ class Writer(Closing):
             return
         rectangle = shard.rectangle_in(view.schema)
         codes = None
-        if self.mirrors.mode == "none" or not any(spec.is_additive for spec in array_specs(view.schema).values()):
+        if self.mirrors.mode == "none" or not array_specs(view.schema).are_additive:
             if arrays:
                 view.load(arrays, rectangle, slots_rule)
         else:

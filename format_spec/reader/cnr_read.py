@@ -202,9 +202,9 @@ class Table:
 
     def __init__(self, name, schema, life):
         self.name, self.schema, self.hashed = name, schema, schema["keys"] == "hashed"
-        adds = encodings.is_integer(schema["encoding"])
-        self.arrays = {"codes": schema | {"kind": "element", "adds": adds}}
-        self.arrays |= {f"slots/{slot}": s | {"adds": adds and s["mirror"]} for slot, s in schema["slots"].items()}
+        self.adds = encodings.is_integer(schema["encoding"])
+        self.arrays = {"codes": schema | {"kind": "element"}}
+        self.arrays |= {f"slots/{slot}": one for slot, one in schema["slots"].items()}
         parts = [(segment, part) for segment in life for part in segment.manifest["parts"] if part["table"] == name]
         ranges = sorted({tuple(part["columns"]) for _, part in parts if part["rows"][0] < part["rows"][1]})
         self.lows = [low for low, _ in ranges] or [0]
@@ -246,7 +246,7 @@ class Table:
         return rows
 
     def apply(self, segment, part, op, at, shift):
-        self.need(op != "add" or np.all(self.status[at] == CODED), "add to a row without codes")
+        self.need(op != "add" or (self.adds and np.all(self.status[at] == CODED)), "add to a row without codes")
         self.status[at] = STATUS_AFTER[op]
         (rows, columns), arrays = at, part[op]["arrays"]
         for name, array in self.arrays.items() if op != "delete" else ():
@@ -262,7 +262,7 @@ class Table:
             values = values.reshape(len(rows), -1).astype(target.dtype)
             values = values << shift if name == "codes" and target.dtype == np.int64 else values
             here = (rows, columns[:, :1] if array["kind"] == "row" else columns)
-            if op == "add" and array["adds"]:  # CNR-ENC-7; of float_bits modulo 2^32
+            if op == "add":  # CNR-ENC-7; of float_bits modulo 2^32
                 values = values + target[here]
                 values = values.astype(np.int32) if encoding == "float_bits" else values
                 self.need(np.array_equal(values, values.astype(np.int32)), "codes leave int32")
@@ -277,7 +277,7 @@ class Table:
             at = (rows, columns)
             codes = np.where(self.status[at] == ESCAPED, encodings.exact_codes(self.exact[name][at], array["dtype"]), 0)
             codes = np.where(self.status[at] == CODED, self.held[name][at], codes).astype(np.int64).view(np.uint64)
-            if array["adds"]:  # CNR-DIG-3
+            if self.adds:  # CNR-DIG-3
                 total += int(
                     (
                         encodings.row_factors(self.ids[rows])[:, None] * codes * encodings.column_factors(name, columns)

@@ -17,8 +17,8 @@ from cnr_store.format.records import SlotSchema, TableSchema
 from cnr_store.types import FloatBits, Raw, TableDtype
 
 SLOTS = {
-    "m": SlotSchema(kind="row", dtype="float32", encoding=FloatBits(23), mirror=True),
-    "v": SlotSchema(kind="element", dtype="float16", encoding=Raw(), mirror=False),
+    "m": SlotSchema(kind="row", dtype="float32", encoding=FloatBits(23)),
+    "v": SlotSchema(kind="element", dtype="float16", encoding=FloatBits(10)),
 }
 
 

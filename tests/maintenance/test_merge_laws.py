@@ -200,7 +200,7 @@ def test_a_merged_run_of_deltas_is_the_composition_of_its_row_lists(
         readers = store.snapshot().readers
         slots = readers[-1].manifest.tables["t"].slots
         modes: dict[str, AddMode] = {"codes": "checked" if encoding == "lattice" else "wrapping"}
-        modes |= {f"slots/{name}": "wrapping" if slot.mirror else "replace" for name, slot in slots.items()}
+        modes |= {f"slots/{name}": "wrapping" for name, slot in slots.items()}
         pieces = pieces_of([reader.manifest for reader in readers], 1, np.random.default_rng(0))
         assert pieces is not None
 

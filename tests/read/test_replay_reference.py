@@ -88,7 +88,7 @@ def test_replay_equals_compose_and_apply(encoding: str, chunk_bytes: int, chain:
     snapshot = store.snapshot()
     slots = snapshot.tables["t"].slots
     modes: dict[str, AddMode] = {"codes": "checked" if encoding == "lattice" else "wrapping"}
-    modes |= {f"slots/{name}": "wrapping" if slot.mirror else "replace" for name, slot in slots.items()}
+    modes |= {f"slots/{name}": "wrapping" for name, slot in slots.items()}
     parts = [part_ops(reader, "t") for reader in snapshot.readers]
 
     stepwise: RowState = {}

@@ -61,7 +61,7 @@ def test_rows_come_back_from_the_order_of_a_stable_sort(
 
 
 def schema(**slots: Any) -> TableSchema:
-    fields = {"dtype": "float32", "encoding": {"encoding": "float_bits", "mantissa_bits": 7}, "mirror": True}
+    fields = {"dtype": "float32", "encoding": {"encoding": "float_bits", "mantissa_bits": 7}}
     given = {name: {"kind": "row", **fields, **changes} for name, changes in slots.items()}
     document = {"num_rows": 10**6, "dim": DIM, "dtype": "float32", "encoding": Lattice(STEP), "slots": given}
     return msgspec.convert(msgspec.to_builtins(document), TableSchema)
@@ -88,7 +88,6 @@ def test_other_lists_stay_in_the_order_of_their_ids() -> None:
     table = schema(momentum1={})
 
     assert chosen(schema()) is None
-    assert chosen(schema(momentum1={"mirror": False})) is None
     assert chosen(table, operation="set") is None
     assert chosen(table, operation="delete") is None
     assert chosen(table, momentum1=np.dtype(np.int32)) is None

@@ -35,9 +35,9 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 def schema_of(num_rows: int, dim: int, *, additive: bool = True, row_slot: bool = False) -> TableSchema:
     """A lattice (or raw) table with a slot per element, and if wished one value per row and column range."""
-    slots = {"v": SlotSchema(kind="element", dtype="float32", encoding=Raw(), mirror=False, fill=SLOT_FILL)}
+    slots = {"v": SlotSchema(kind="element", dtype="float32", encoding=FloatBits(23), fill=SLOT_FILL)}
     if row_slot:
-        slots["m"] = SlotSchema(kind="row", dtype="float32", encoding=FloatBits(23), mirror=additive, fill=SLOT_FILL)
+        slots["m"] = SlotSchema(kind="row", dtype="float32", encoding=FloatBits(23), fill=SLOT_FILL)
     encoding = Lattice(SCALE) if additive else Raw()
     return TableSchema(num_rows=num_rows, dim=dim, dtype="float32", encoding=encoding, fill=FILL, slots=slots)
 
@@ -106,12 +106,12 @@ class Model:
         escaped = status == ESCAPED
         code = int(self.exact.view(np.int32)[row, column]) if escaped else int(self.codes[row, column])
         total = (mix((1 << 63) ^ column) | 1) * code
+        slots = {"v": self.element[row, column]}
         if "m" in self.schema.slots and is_start:
-            name = int.from_bytes(hashlib.sha256(b"slot:m").digest()[:8], "little")
-            value = self.row_slot[row, [low for low, _ in self.ranges].index(column)]
-            bits = int(np.float32(value).view(np.int32))
-            held = bits if escaped or bits >= 0 else -1 - (bits & 0x7FFFFFFF)
-            total += (mix(name + column) | 1) * held
+            slots["m"] = self.row_slot[row, [low for low, _ in self.ranges].index(column)]
+        for slot, value in slots.items():  # no slot is negative, so its code is its bits
+            name = int.from_bytes(hashlib.sha256(f"slot:{slot}".encode()).digest()[:8], "little")
+            total += (mix(name + column) | 1) * int(np.float32(value).view(np.int32))
         presence = mix(row ^ (5 if escaped else 3) * GOLDEN & MASK) if column == 0 else 0
         return presence + (mix(row) | 1) * total
 
@@ -240,10 +240,9 @@ class Parts:
         model.status[at] = {"delete": ABSENT, "escape": ESCAPED}.get(operation, CODED)
         if operation == "delete":
             return {}
-        arrays: dict[str, Array] = {"slots/v": self.random.standard_normal(shape).astype(np.float32)}
-        model.element[at] = arrays["slots/v"]
+        arrays: dict[str, Array] = {"slots/v": self._slot(operation, model.element, at)}
         if "m" in model.schema.slots:
-            arrays["slots/m"] = self._row_slot(operation, rows, model.ranges.index(tile.columns))
+            arrays["slots/m"] = self._slot(operation, model.row_slot, (rows, model.ranges.index(tile.columns)))
         if operation == "escape":
             arrays["values"] = self.random.standard_normal(shape).astype(np.float32)
             arrays["values"][0, 0] = self.random.choice([np.nan, np.inf, 0.5])
@@ -258,9 +257,9 @@ class Parts:
             model.codes[at] = codes + (model.codes[at] if operation == "add" else 0)
         return arrays
 
-    def _row_slot(self, operation: str, rows: Array, index: int) -> Array:
-        old, new = self.model.row_slot[rows, index], self.random.lognormal(0, 2, len(rows)).astype(np.float32)
-        self.model.row_slot[rows, index] = new
-        if operation == "escape" or not self.model.schema.slots["m"].mirror:
-            return new if operation == "escape" else new.view(np.int32)
+    def _slot(self, operation: str, held: Array, at: Any) -> Array:
+        old = held[at]
+        held[at] = new = self.random.lognormal(0, 2, old.shape).astype(np.float32)
+        if operation == "escape":
+            return new
         return new.view(np.int32) - (old.view(np.int32) if operation == "add" else 0)

@@ -65,7 +65,7 @@ class Planned:
                 num_rows=one.num_rows, dim=one.dim, dtype="float32", encoding=Lattice(scale=0.5),
                 slots={
                     slot: SlotSchema(
-                        kind="row" if tensor.ndim == 1 else "element", dtype="float32", mirror=True,
+                        kind="row" if tensor.ndim == 1 else "element", dtype="float32",
                         encoding=FloatBits(mantissa_bits=7),
                     )
                     for slot, tensor in local.slots[name].items()

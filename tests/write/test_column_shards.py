@@ -172,13 +172,16 @@ def test_a_wrong_digest_is_found_by_whoever_reads_the_whole_part(cut_before: Any
     reader.manifest = with_digest_of(reader.manifest, 1, "0123456789abcdef")
     view = snapshot.table(TABLE)
 
+    def read_all(one: Rectangle) -> None:
+        view.read_rectangle(one, values=np.empty((one.num_rows, one.width), np.float32), slots={"v": None})
+
     wrong = [tiles[1], Rectangle((0, 10), (0, 8)), Rectangle((0, 5), (0, 8)), Rectangle((0, 10), (4, 8))]
     unknown = [Rectangle((0, 5), (4, 7)), Rectangle((0, 4), (4, 8))]
     for rectangle in (*wrong, Rectangle((0, 5), (3, 8))):
         with pytest.raises(CorruptStore, match="state digest"):
-            view.read_rectangle(rectangle)
+            read_all(rectangle)
     for rectangle in (*unknown, tiles[0], tiles[2], tiles[3], Rectangle((5, 10), (0, 8)), Rectangle((0, 10), (0, 4))):
-        view.read_rectangle(rectangle)
+        read_all(rectangle)
 
 
 def test_digests_are_expected_of_unions_of_whole_parts_alone() -> None:
@@ -191,7 +194,7 @@ def test_digests_are_expected_of_unions_of_whole_parts_alone() -> None:
     parts.save(tiles, full=True)
     manifests = parts.store.snapshot().manifests
 
-    def expected(rectangle: Rectangle, names: frozenset[str] = frozenset({"codes"})) -> int | None:
+    def expected(rectangle: Rectangle, names: frozenset[str] = frozenset({"codes", "slots/v"})) -> int | None:
         plan = plan_table(manifests, TABLE, *rectangle.rows, columns=rectangle.columns)
         return expected_digest(plan, set(names))
 
@@ -201,7 +204,7 @@ def test_digests_are_expected_of_unions_of_whole_parts_alone() -> None:
         assert expected(rectangle) is None
     assert expected(tiles[0], frozenset({"slots/v"})) is None
     unknown = [*manifests[:-1], with_digest_of(manifests[-1], 1, None)]
-    assert expected_digest(plan_table(unknown, TABLE), {"codes"}) is None
+    assert expected_digest(plan_table(unknown, TABLE), {"codes", "slots/v"}) is None
 
 
 def cut(random: np.random.Generator, rectangle: Rectangle, times: int) -> list[Rectangle]:
@@ -243,14 +246,14 @@ def test_digests_are_compared_over_the_fewest_intervals_of_whole_parts(seed: int
     while begin < len(found):
         for end in range(begin + 1, len(found) + 1):
             span = replace(plan, columns=(found[begin][0][0], found[end - 1][0][1]))
-            if (wanted := expected_digest(span, {"codes"})) is not None:
+            if (wanted := expected_digest(span, {"codes", "slots/v"})) is not None:
                 total = add_digests(*(one for _, one in found[begin:end]))
                 expected.append((span.columns, total, wanted))
                 begin = end - 1
                 break
         begin += 1
 
-    compared = digests_of_whole_parts(plan, found, {"codes"})
+    compared = digests_of_whole_parts(plan, found, {"codes", "slots/v"})
     assert [(span.columns, total, wanted) for span, total, wanted in compared] == expected
 
 
@@ -267,7 +270,7 @@ def test_each_part_is_looked_at_once_for_the_digests_of_many_columns(monkeypatch
     parts = tuple(PartEntry(table=TABLE, rows=(0, 4), columns=one) for one in reversed(columns))
     plan = TablePlan(TABLE, schema_of(4, 300, row_slot=False), 0, 4, (0, 300), (), False, parts, tuple(columns))
 
-    assert not list(digests_of_whole_parts(plan, [(one, 0) for one in columns], {"codes"}))
+    assert not list(digests_of_whole_parts(plan, [(one, 0) for one in columns], {"codes", "slots/v"}))
     assert sum(looked_at) == 300
 
 
@@ -358,7 +361,9 @@ def test_ranks_without_rows_cut_nothing() -> None:
     assert view.column_cuts == HALVES
     assert np.array_equal(view.read(), parts.model.values(), equal_nan=True)
     plan = plan_table(snapshot.manifests, TABLE)
-    assert expected_digest(plan, {"codes", "slots/m"}) == sum(map(parts.model.digest, column_wise(6))) % (1 << 64)
+    assert expected_digest(plan, {"codes", "slots/v", "slots/m"}) == sum(map(parts.model.digest, column_wise(6))) % (
+        1 << 64
+    )
     assert list(chain_problems(snapshot.manifests)) == []
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -28,13 +27,8 @@ def workers() -> Iterator[Workers]:
         yield pool
 
 
-def setting(
-    options: TableOptions, workers: Workers, values: Any, *, unmirrored: str = "", **slots: Any
-) -> tuple[TableSchema, TableCodes]:
+def setting(options: TableOptions, workers: Workers, values: Any, **slots: Any) -> tuple[TableSchema, TableCodes]:
     schema = table_schema("t", options, num_rows=len(values), dim=DIM, dtype="float32", sample=values, slots=slots)
-    if unmirrored:
-        slot = msgspec.structs.replace(schema.slots[unmirrored], mirror=False)
-        schema = msgspec.structs.replace(schema, slots={**schema.slots, unmirrored: slot})
     arrays = {"codes": values, **{f"slots/{name}": slot for name, slot in slots.items()}}
     staged = encode_table("t", schema, arrays, allocate=np.zeros, on_bad_rows="refuse", workers=workers)
     assert staged.mirror is not None
@@ -75,15 +69,6 @@ def test_a_row_leaves_only_if_no_code_of_any_array_changed(workers: Workers) -> 
     assert staged.lists["add"].arrays["codes"].tolist() == [[0, 0, 2], [0, 0, 0]]
     moved(staged, mirror, workers)
     assert stage(schema, mirror, range(4), workers, values=new, m=new_slot).lists == {}
-
-
-def test_rows_with_an_unmirrored_slot_never_leave(workers: Workers) -> None:
-    values = np.ones((ROWS, DIM), np.float32)
-    schema, mirror = setting(TableOptions(scale=0.5), workers, values, unmirrored="v", v=values)
-    staged = stage(schema, mirror, [2, 5], workers, values=values[:2], v=values[:2])
-    assert staged.lists["add"].row_ids.tolist() == [2, 5]
-    assert not staged.lists["add"].arrays["codes"].any()
-    assert staged.lists["add"].arrays["slots/v"].all()
 
 
 def test_absent_and_escaped_rows_come_back_as_set_rows(workers: Workers) -> None:

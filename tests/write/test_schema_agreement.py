@@ -21,13 +21,13 @@ def proposals(pieces: list[Array], options: TableOptions | list[TableOptions], *
     """What ranks propose that hold ``pieces`` of one table, row-wise."""
     chosen = options if isinstance(options, list) else [options] * len(pieces)
     shape = (sum(len(piece) for piece in pieces), pieces[0].shape[1])
-    given = {"slots": {}, "shape": shape, "generation": 1, "has_mirror": True} | more
+    given = {"slots": {}, "shape": shape, "generation": 1} | more
     slots, generation = given["slots"], given["generation"]
     shards = [
         NewShard("t", RowSample(piece, table_dtype(piece, "t")), slots, one, given["shape"], generation)
         for piece, one in zip(pieces, chosen, strict=True)
     ]
-    return [one for shard in shards for one in propose([shard], has_mirror=given["has_mirror"])]
+    return [one for shard in shards for one in propose([shard])]
 
 
 def test_shards_are_proposed_together_as_each_by_itself() -> None:
@@ -43,7 +43,7 @@ def test_shards_are_proposed_together_as_each_by_itself() -> None:
     assert runs == [[0, 1, 3, 4], [2]]
     for run in runs:
         own = [shards[number] for number in run]
-        assert propose(own, has_mirror=True) == [one for shard in own for one in propose([shard], has_mirror=True)]
+        assert propose(own) == [one for shard in own for one in propose([shard])]
 
 
 def test_shards_with_a_full_sample_or_other_options_are_proposed_apart() -> None:
@@ -62,7 +62,7 @@ def test_a_shard_that_is_refused_among_others_is_named() -> None:
         for name, rows in zip("ab", made, strict=True)
     ]
     with pytest.raises(BadInput, match="table 'b'"):
-        propose(shards, has_mirror=True)
+        propose(shards)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -174,15 +174,6 @@ def test_ranks_that_disagree_are_refused_in_either_order(other: list[Proposal]) 
             pytest.fail("the case is no disagreement")
         with pytest.raises(BadInput, match="'t'"):
             agree("t", both)
-
-
-def test_a_rank_that_keeps_no_mirror_writes_another_kind_of_table() -> None:
-    slots = {"m": ROWS[:, 0]}
-    mine = proposals([ROWS], TableOptions(scale=1.0), slots=slots)
-    other = proposals([ROWS], TableOptions(scale=1.0), slots=slots, has_mirror=False)
-
-    with pytest.raises(BadInput, match="do not agree on table 't'"):
-        agree("t", [*mine, *other])
 
 
 def test_a_scale_that_cannot_be_chosen_names_its_table() -> None:

@@ -55,9 +55,7 @@ def test_exact_keeps_every_bit_of_tables_and_slots() -> None:
     )  # fmt: skip
     assert schema.encoding == FloatBits(mantissa_bits=23)
     assert [slot.encoding.mantissa_bits for slot in schema.slots.values()] == [23, 23, 10]  # type: ignore[union-attr]
-    assert [(slot.kind, slot.mirror) for slot in schema.slots.values()] == [
-        ("row", True), ("element", True), ("row", True)
-    ]  # fmt: skip
+    assert [slot.kind for slot in schema.slots.values()] == ["row", "element", "row"]
 
 
 @pytest.mark.parametrize(
@@ -183,17 +181,12 @@ def test_dtypes_of_tables_and_slots() -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("has_mirror", [True, False])
 @pytest.mark.parametrize(("keys", "num_rows"), [("dense", 5), ("hashed", 0)])
-def test_tables_of_writers_without_a_mirror_add_nothing(
-    has_mirror: bool, keys: Literal["dense", "hashed"], num_rows: int
-) -> None:
+def test_a_schema_counts_the_rows_of_dense_tables_alone(keys: Literal["dense", "hashed"], num_rows: int) -> None:
     schema = table_schema(
-        "t", TableOptions(scale=1.0), num_rows=5, dim=8, dtype="float32", sample=SAMPLE,
-        slots={"m": SAMPLE[:, 0]}, keys=keys, has_mirror=has_mirror,
-    )  # fmt: skip
+        "t", TableOptions(scale=1.0), num_rows=5, dim=8, dtype="float32", sample=SAMPLE, slots={}, keys=keys
+    )
 
-    assert schema.slots["m"].mirror is has_mirror
     assert schema.num_rows == num_rows
 
 

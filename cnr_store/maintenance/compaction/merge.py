@@ -147,7 +147,7 @@ def merge_piece(
             if rows.count:
                 lists[operation], added = write_merged(out, rows, cache_bytes)
                 found = add_digests(found, added)
-    if any(spec.is_additive for spec in array_specs(schema).values()):
+    if array_specs(schema).are_additive:
         base = _base_digest(manifests, start, piece) if start > 0 else None
         recorded = recorded_digest(manifests[-1].parts_of.get(piece.table, ()), piece.rectangle)
         state = _hex(recorded if start > 0 else found)

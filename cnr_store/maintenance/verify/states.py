@@ -78,7 +78,7 @@ def _runs(manifests: Sequence[Manifest]) -> Iterator[tuple[str, range]]:
             if index < len(keys) and keys[index] == keys[start]:
                 continue
             schema = manifests[start].tables.get(table)
-            if schema is not None and any(spec.is_additive for spec in array_specs(schema).values()):
+            if schema is not None and array_specs(schema).are_additive:
                 yield table, range(start, index)
             start = index
 

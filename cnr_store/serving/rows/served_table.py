@@ -188,7 +188,7 @@ def _row_kind(key: bytes, served: Served, kept_as: Literal["auto"] | KeptAs) -> 
 
 def _values_suffice(schema: TableSchema, served: Served) -> bool:
     """Whether served rows give back the codes that later differences add to, or no difference ever comes."""
-    if not array_specs(schema)["codes"].is_additive:
+    if not array_specs(schema).are_additive:
         return True
     if isinstance(schema.encoding, Lattice):  # a 16-bit table's values were rounded off the lattice
         return schema.dtype == "float32" and served == "float32"

@@ -277,9 +277,7 @@ class _Application:
         )  # fmt: skip
 
     def _add_differences(self, source: Array, positions: RowIds, values: Array, rows: Array, step: Step) -> None:
-        if not self._spec.is_additive:
-            self._set(values, rows, step)
-        elif self._kind.kept_as == "codes":
+        if self._kind.kept_as == "codes":
             self._checked(add_to_codes(self._spec, source, positions, values, rows), rows, step)
         else:
             self._checked(add_to_values(self._spec, source, positions, values, rows), rows, step)
