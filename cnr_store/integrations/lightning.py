@@ -26,6 +26,7 @@ try:
     from lightning.fabric.utilities.data import _set_sampler_epoch
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.callbacks import Checkpoint
+    from lightning.pytorch.loops.utilities import _is_max_limit_reached
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 except ImportError as error:
     raise missing_framework("callback for Lightning", "lightning") from error
@@ -44,9 +45,9 @@ class CnrCheckpoint(TrainingInStore, Checkpoint):
 
     A checkpoint has the module with optimizers and table slots, the position of the loops and of the loaders, learning
     rate schedulers, the scaler of mixed precision, random generators of each rank, the states of other callbacks and of
-    a data module, and what the module's ``on_save_checkpoint`` adds. A step is counted when the optimizers have
-    stepped, so accumulated batches count once. The end of a training, and SIGTERM as Lightning handles it, save too.
-    Parameters and attributes are those of `TrainingInStore`.
+    a data module, and what ``on_save_checkpoint`` of module and callbacks adds. A step is counted when the optimizers
+    have stepped, so accumulated batches count once. The end of a training saves, too, and SIGTERM as Lightning handles
+    it. Parameters and attributes are those of `TrainingInStore`.
 
     Raises
     ------
@@ -113,9 +114,12 @@ class CnrCheckpoint(TrainingInStore, Checkpoint):
             self._count_step(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Count the last step of an epoch; save it if SIGTERM has come, for Lightning cannot go on from behind here."""
+        """Count the last step of an epoch; save it if SIGTERM has come, for Lightning cannot go on from behind here.
+
+        Save the last step of the training, too: behind it callbacks may replace the weights, by averages.
+        """
         self._count_step(trainer)
-        if trainer.received_sigterm and trainer.world_size == 1:
+        if _is_over(trainer) or (trainer.received_sigterm and trainer.world_size == 1):
             self._save_last()
 
     def _count_step(self, trainer: Trainer) -> None:
@@ -151,6 +155,16 @@ class CnrCheckpoint(TrainingInStore, Checkpoint):
         self._let_go()
 
 
+def _is_over(trainer: Trainer) -> bool:
+    """Whether the training ends with this epoch, as the fit loop finds it behind the hooks of the epoch's end."""
+    loop = trainer.fit_loop
+    return bool(
+        _is_max_limit_reached(trainer.global_step, loop.max_steps)
+        or _is_max_limit_reached(loop.epoch_progress.current.processed, loop.max_epochs or -1)
+        or (trainer.should_stop and loop._can_stop_early)
+    )
+
+
 class _TrainerState:
     """What a trainer knows beside model, optimizers and loaders: the same on every rank."""
 
@@ -159,7 +173,10 @@ class _TrainerState:
         self._callbacks = {one.state_key: one for one in trainer.callbacks if one is not without}
 
     def state_dict(self) -> dict[str, Any]:
-        trainer, added = self._trainer, dict[str, Any]()
+        trainer, whole = self._trainer, self._trainer.lightning_module.state_dict()
+        added = {"state_dict": whole}
+        for one in self._callbacks.values():
+            one.on_save_checkpoint(trainer, trainer.lightning_module, added)
         trainer.lightning_module.on_save_checkpoint(added)
         loops = trainer.fit_loop.state_dict()
         loops["state_dict"] = {name: value for name, value in loops["state_dict"].items() if name != _LOADERS}
@@ -169,7 +186,9 @@ class _TrainerState:
             "precision": trainer.precision_plugin.state_dict(),
             "callbacks": {key: state for key, one in self._callbacks.items() if (state := one.state_dict())},
             "data": {} if trainer.datamodule is None else trainer.datamodule.state_dict(),
-            "module": added,
+            # What hooks have added. The module's own state is saved by the manager.
+            "added": {key: value for key, value in added.items() if value is not whole},
+            "whole": [key for key, value in added.items() if value is whole],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -178,12 +197,16 @@ class _TrainerState:
         for config, state in zip(trainer.lr_scheduler_configs, state_dict["schedulers"], strict=True):
             config.scheduler.load_state_dict(state)
         trainer.precision_plugin.load_state_dict(state_dict["precision"])
+        module = trainer.lightning_module
+        added = {**dict.fromkeys(state_dict["whole"], module.state_dict()), **state_dict["added"]}
+        module.on_load_checkpoint(added)
+        for one in self._callbacks.values():
+            one.on_load_checkpoint(trainer, module, added)
         for key, state in state_dict["callbacks"].items():
             if key in self._callbacks:
                 self._callbacks[key].load_state_dict(state)
         if trainer.datamodule is not None:
             trainer.datamodule.load_state_dict(state_dict["data"])
-        trainer.lightning_module.on_load_checkpoint(state_dict["module"])
 
 
 class _TrainLoaders:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
@@ -67,13 +68,15 @@ def train(
     store: str, *, ranks: str = "", epochs: int = 2, max_steps: int = -1, every: int | None = None, kill_at: int = -1,
     how: str = "raise", accumulate: int = 1, validate: float = 0.0, workers: int = 0, seeded: bool = False,
     strange: bool = False, loader: str = "stateful", wrapped: bool = False,
+    averages: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Train until the end, or until it is killed; returns digests and counts."""
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     module, counting = Module(kill_at, how), Counting(strange)
     callback = CnrCheckpoint(store, every_steps=every, options=TableOptions.exact())
+    callbacks = [callback, counting, *([EMAWeightAveraging(decay=0.9)] if averages else [])]
     trainer = Trainer(
-        max_epochs=epochs if max_steps < 0 else None, max_steps=max_steps, callbacks=[callback, counting], logger=False,
+        max_epochs=epochs if max_steps < 0 else None, max_steps=max_steps, callbacks=callbacks, logger=False,
         accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto", accumulate_grad_batches=accumulate,
         val_check_interval=validate or 1.0, limit_val_batches=1.0 if validate else 0, enable_progress_bar=False,
         enable_model_summary=False,

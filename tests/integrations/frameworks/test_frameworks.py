@@ -36,6 +36,7 @@ SWEEPS: dict[str, list[dict[str, Any]]] = {
         {"after": [2, 5], "validate": 0.4, "seeded": True},
         {"after": [3, 5], "max_steps": 8},
         {"after": [2, 3], "accumulate": 2},
+        {"after": [2, 5], "averages": True, "validate": 1.0},
         {"after": [5], "workers": 1},
     ],
     "torchtnt": [
@@ -148,7 +149,8 @@ def test_a_training_saves_when_sigterm_ends_it(launcher: Launcher, framework: st
 
 
 @cases(
-    lightning=[({"epochs": 2}, {}, 10)],
+    # Lightning replaces the weights by averages when a training ends: what it trains must be saved before.
+    lightning=[({"epochs": 2}, {}, 10), ({"epochs": 2}, {"averages": True}, 10)],
     torchtnt=[
         ({"epochs": 2}, {}, 10),
         ({"epochs": None, "max_steps": 8}, {}, 8),
