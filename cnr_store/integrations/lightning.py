@@ -25,7 +25,7 @@ from cnr_store.training.reader import check_stateful, resume
 try:
     from lightning.fabric.utilities.data import _set_sampler_epoch
     from lightning.pytorch import LightningModule, Trainer
-    from lightning.pytorch.callbacks import Checkpoint
+    from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler
     from lightning.pytorch.loops.utilities import _is_max_limit_reached
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 except ImportError as error:
@@ -85,6 +85,9 @@ class CnrCheckpoint(TrainingInStore, Checkpoint):
         """Check the loaders, which Lightning has made by now."""
         if self.manager is None:
             return
+        for one in trainer.callbacks:
+            if isinstance(one, GradientAccumulationScheduler):
+                one.on_train_epoch_start(trainer)  # Lightning does not call it again within a resumed epoch.
         if math.isinf(trainer.num_training_batches):
             raise BadInput(
                 "the loader has no length, so Lightning reads one batch ahead, which a resumed training would miss; "

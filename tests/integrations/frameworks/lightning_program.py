@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
@@ -68,13 +68,15 @@ def train(
     store: str, *, ranks: str = "", epochs: int = 2, max_steps: int = -1, every: int | None = None, kill_at: int = -1,
     how: str = "raise", accumulate: int = 1, validate: float = 0.0, workers: int = 0, seeded: bool = False,
     strange: bool = False, loader: str = "stateful", wrapped: bool = False,
-    averages: bool = False,
+    averages: bool = False, scheduled: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Train until the end, or until it is killed; returns digests and counts."""
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     module, counting = Module(kill_at, how), Counting(strange)
     callback = CnrCheckpoint(store, every_steps=every, options=TableOptions.exact())
-    callbacks = [callback, counting, *([EMAWeightAveraging(decay=0.9)] if averages else [])]
+    callbacks = [callback, counting]
+    callbacks += [EMAWeightAveraging(decay=0.9)] if averages else []
+    callbacks += [GradientAccumulationScheduler({0: 1, 1: 2})] if scheduled else []
     trainer = Trainer(
         max_epochs=epochs if max_steps < 0 else None, max_steps=max_steps, callbacks=callbacks, logger=False,
         accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto", accumulate_grad_batches=accumulate,

@@ -37,6 +37,7 @@ SWEEPS: dict[str, list[dict[str, Any]]] = {
         {"after": [3, 5], "max_steps": 8},
         {"after": [2, 3], "accumulate": 2},
         {"after": [2, 5], "averages": True, "validate": 1.0},
+        {"after": [5, 6, 7], "scheduled": True},
         {"after": [5], "workers": 1},
     ],
     "torchtnt": [
