@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
@@ -36,7 +36,6 @@ from cnr_store.training.dynamic_tables import StagedKeys
 from cnr_store.training.precision.rate_control import ScaleChange
 from cnr_store.training.tensors import WEIGHT, TensorRows, as_array, flat_rows
 from cnr_store.types import RowIds
-from cnr_store.write.alike_shards import Key
 from cnr_store.write.encode import RowUpdate
 from cnr_store.write.joined_rows import JoinedRows
 from cnr_store.write.schema_changes import Declaration
@@ -251,8 +250,7 @@ def _write_and_commit(job: SaveJob) -> None:
             transaction.write_tables(
                 [TableValues(one.key.table, *one.rows(), rectangle=one.key.rectangle) for one in job.whole.values()]
             )
-        joined = joined_rows(job)
-        updates = row_updates(job, {key for rows in joined for key in rows.keys})
+        updates, joined = given_rows(job)
         transaction.write_many(updates, joined=joined)
         for one_table in job.keyed:
             one_table.put(transaction)
@@ -267,9 +265,10 @@ def _write_and_commit(job: SaveJob) -> None:
     job.cpu_s = background_cpu_s() - cpu_s + (job.read.cpu_s if job.read else 0.0)
 
 
-def joined_rows(job: SaveJob) -> list[JoinedRows]:
-    """Return the touched rows of small tables, those of tables that are alike end to end."""
-    found = []
+def given_rows(job: SaveJob) -> tuple[list[RowUpdate], list[JoinedRows]]:
+    """Return the touched rows: of small tables those that are alike end to end, of the others table by table."""
+    joined: list[JoinedRows] = []
+    together: set[str] = set()
     for one in job.staged.joined(as_array):
         filled = (one.counts > 0).tolist()
         names, arrays = [*compress(one.tables, filled)], one.arrays
@@ -277,8 +276,16 @@ def joined_rows(job: SaveJob) -> list[JoinedRows]:
             row_ids = rows_of_tables(job.row_ids, names)
             keys = [*map(job.shards.__getitem__, names)]
             counts = one.counts[filled]
-            found.append(JoinedRows(keys, counts, row_ids, arrays.pop(WEIGHT), _stored_slots(arrays)))
-    return found
+            joined.append(JoinedRows(keys, counts, row_ids, arrays.pop(WEIGHT), _stored_slots(arrays)))
+            together.update(names)
+    codes, updates = job.staged.codes, []
+    for name in [name for name in job.row_ids if name not in together]:
+        shard, row_ids = job.shards[name], job.row_ids[name]
+        if len(row_ids):
+            copies = job.staged.arrays(name, as_array)
+            values = as_array(codes[name]) if name in codes else copies.pop(WEIGHT)
+            updates.append(RowUpdate(shard.table, row_ids, values, _stored_slots(copies), rectangle=shard.rectangle))
+    return updates, joined
 
 
 def rows_of_tables(row_ids: Mapping[str, RowIds], names: Sequence[str]) -> RowIds:
@@ -286,18 +293,6 @@ def rows_of_tables(row_ids: Mapping[str, RowIds], names: Sequence[str]) -> RowId
     if isinstance(row_ids, RowLists):
         return row_ids.joined(names)
     return np.concatenate([*map(row_ids.__getitem__, names)])
-
-
-def row_updates(job: SaveJob, without: Set[Key]) -> list[RowUpdate]:
-    """Return the touched rows of the other tables, table by table."""
-    codes, updates = job.staged.codes, []
-    for name in [name for name in job.row_ids if job.shards[name] not in without]:
-        shard, row_ids = job.shards[name], job.row_ids[name]
-        if len(row_ids):
-            copies = job.staged.arrays(name, as_array)
-            values = as_array(codes[name]) if name in codes else copies.pop(WEIGHT)
-            updates.append(RowUpdate(shard.table, row_ids, values, _stored_slots(copies), rectangle=shard.rectangle))
-    return updates
 
 
 def _stored_slots(copies: Mapping[str, Array]) -> dict[str, Array]:
