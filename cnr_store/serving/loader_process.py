@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -26,12 +27,16 @@ from cnr_store.serving.rows.attached import AttachedTables
 _LONGEST_END_S = 30.0
 """Seconds until a process that was told to end is killed. That loses nothing: the next loader removes what it left."""
 
+_STARTED: weakref.WeakSet[LoaderProcess] = weakref.WeakSet()
+"""The loaders of this process."""
+
 
 class LoaderProcess(AttachedTables):
     """Tables of a store that a `Loader` in a child process keeps up to date, in memory that both have.
 
     Lookups are those of `AttachedTables`. If the child dies they go on with its last version, and `is_running` is
-    False; a new `LoaderProcess` on the folder takes over. The child ends with `close`, and when this process ends.
+    False; a new `LoaderProcess` on the folder takes over. The child ends with `close`, and when this process ends. A
+    process that is forked from this one attaches by `AttachedTables`; the child stays this one's.
 
     Parameters
     ----------
@@ -47,7 +52,8 @@ class LoaderProcess(AttachedTables):
     Raises
     ------
     BadInput
-        What can only be changed between two lookups of one process is asked for: ``publish="apply"``.
+        What can only be changed between two lookups of one process is asked for: ``publish="apply"``. A forked process
+        asks for what the child does.
     Exception
         Whatever the `Loader` raises.
     StorageFailure
@@ -75,7 +81,7 @@ class LoaderProcess(AttachedTables):
             raise BadInput(f"the loader of another process opens its store itself: give a URL, found {url!r}")
         if arguments.get("publish", "poll") != "poll":
             raise BadInput("a loader in another process publishes when it has loaded: leave publish away")
-        self._asking, self._sending = threading.Lock(), threading.Lock()
+        self._asking, self._sending, self._owner = threading.Lock(), threading.Lock(), os.getpid()
         context = multiprocessing.get_context("spawn")
         self._pipe, end = context.Pipe()
         given = {"tables": tables, "options": options, "shared": os.fspath(shared), **arguments}
@@ -90,14 +96,17 @@ class LoaderProcess(AttachedTables):
         except BaseException:
             self._end()
             raise
+        _STARTED.add(self)
 
     @property
     def is_running(self) -> bool:
         """Whether the child lives."""
+        self._check_owner()
         return self._process.is_alive()
 
     def wake(self) -> None:
         """As `Loader.wake`. Does not block; does nothing if the child has ended."""
+        self._check_owner()
         with suppress(OSError), self._sending:
             self._pipe.send(("wake", ()))
 
@@ -124,9 +133,10 @@ class LoaderProcess(AttachedTables):
         return replace(found, lookups=self._lookups.count, retries=self._lookups.retries)
 
     def close(self) -> None:
-        """End the child, and forget what is mapped. Idempotent."""
+        """End the child, unless this process is a fork of the child's parent; forget what is mapped. Idempotent."""
         super().close()
-        self._end()
+        if self._owner == os.getpid():
+            self._end()
 
     def _end(self) -> None:
         self._pipe.close()
@@ -135,7 +145,16 @@ class LoaderProcess(AttachedTables):
             self._process.kill()
             self._process.join()
 
+    def _check_owner(self) -> None:
+        if self._owner != os.getpid():
+            raise BadInput(
+                f"this loader is that of process {self._owner}, from which process {os.getpid()} was forked; call it "
+                "there, and attach here with AttachedTables",
+                expected=self._owner, found=os.getpid(),
+            )  # fmt: skip
+
     def _ask(self, name: str, *arguments: Any) -> Any:
+        self._check_owner()
         with self._asking:
             with suppress(OSError), self._sending:  # a broken pipe shows when the answer is read
                 self._pipe.send((name, arguments))
@@ -154,6 +173,18 @@ class LoaderProcess(AttachedTables):
         if error is not None:
             raise error
         return value
+
+
+def _disown() -> None:
+    """Forget, in a process that was just forked, the children of its parent: multiprocessing would end them with it."""
+    for loader in _STARTED:
+        loader._pipe.close()
+        multiprocessing.process._children.discard(loader._process)  # type: ignore[attr-defined]
+    _STARTED.clear()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_disown)
 
 
 def _load(pipe: Connection, url: str, arguments: dict[str, Any]) -> None:

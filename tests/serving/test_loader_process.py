@@ -33,6 +33,26 @@ if __name__ == "__main__":
     time.sleep(float(sys.argv[3]))
 """
 
+FORKS_A_WORKER = """
+import os, sys
+from cnr_store import BadInput
+from cnr_store.serving import AttachedTables, LoaderProcess
+
+if __name__ == "__main__":
+    with LoaderProcess(sys.argv[1], shared=sys.argv[2]) as loader:
+        worker = os.fork()
+        if worker == 0:
+            with AttachedTables(sys.argv[2]) as tables:
+                print(tables.version, flush=True)
+            try:
+                loader.metrics()
+            except BadInput as error:
+                print(error, flush=True)
+            sys.exit()
+        _, status = os.waitpid(worker, 0)
+        print(status, loader.is_running, loader.poll().error, loader.version)
+"""
+
 DIES_AS_ITS_CHILD_LOADS = """
 import os, signal, sys
 from cnr_store.serving import LoaderOptions, LoaderProcess
@@ -124,6 +144,18 @@ def test_what_the_child_refuses_is_told_here(store: Store, tmp_path: Path) -> No
 
         assert (loader.version, loader.step) == (refused - 1, 2)  # the record with which the writer began
         check_serves(loader, store, loader.version)
+
+
+def test_a_forked_worker_ends_without_the_loader(store: Store, tmp_path: Path) -> None:
+    """A regression: multiprocessing ended the loader of the parent when a worker of a pre-forking server ended."""
+    command = [sys.executable, "-c", FORKS_A_WORKER, store.url, str(tmp_path / "m")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    worker, refused, parent = ended.stdout.splitlines()
+    version = store.latest_version()
+    assert (worker, parent) == (str(version), f"0 True None {version}")
+    assert "attach here with AttachedTables" in refused
+    assert ended.stderr == ""
 
 
 @pytest.mark.usefixtures("forks")
