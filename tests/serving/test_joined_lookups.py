@@ -53,7 +53,13 @@ def published(*, changed: bool) -> Publisher:
 
 def ids_of(**others: Any) -> dict[str, Any]:
     ids: dict[str, Any] = {name: np.array([39, 1, 0, 3, 4, 1]) for name in TABLES}
-    return {**ids, "alike 2": np.empty(0, np.int64), "a range": np.array([30, 8, 7, 9, 7])[::-1], **others}
+    return {
+        **ids,
+        "alike 2": np.empty(0, np.int64),
+        "few bytes": [5, 39, 0],
+        "a range": np.array([30, 8, 7, 9, 7])[::-1],
+        **others,
+    }
 
 
 @pytest.mark.parametrize("changed", [False, True], ids=["merged", "with an overlay"])
@@ -98,7 +104,8 @@ def test_an_index_that_is_rewritten_meanwhile_ends_a_search() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [np.array([1, 2], np.int32), [1, 2], np.array([], np.float64), np.array([5, 1], np.uint64)]
+    "given",
+    [np.array([1, 2], np.int32), np.array([1, 2], ">i8"), np.array([], np.float64), np.array([5, 1], np.uint64)],
 )
 def test_ids_of_another_kind_are_read_table_by_table(given: Any) -> None:
     publisher = published(changed=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -28,8 +27,6 @@ from cnr_store.serving.rows.views import View
 
 LEAST_TABLES = 4
 """Fewer are looked up one by one."""
-
-_INT64 = np.dtype(np.int64)
 
 
 @njit(nogil=True)
@@ -124,13 +121,16 @@ class JoinedLookups:
     def read(self, ids: Mapping[str, npt.ArrayLike]) -> dict[str, Array]:
         """Return the rows of those tables that can be read together, as `lookups.lookup_in` does.
 
-        Nothing where ids are no int64 arrays of one dimension, or not all in their tables. The arrays of tables that
+        Nothing where ids are not int64 and of one dimension, or not all in their tables. The arrays of tables that
         are served in one form are pieces of one.
         """
         given: list[Any] = [*map(ids.__getitem__, self._names)]
-        if not _are_row_ids(given):
+        try:
+            joined = np.concatenate(given, dtype=np.int64, casting="no")
+        except (TypeError, ValueError):  # there are none, or some are none
             return {}
-        joined = np.concatenate(given)
+        if joined.ndim != 1:
+            return {}
         counts = np.fromiter(map(len, given), np.int64, len(given))
         rows: dict[str, Array] = {}
         out = np.empty(len(counts), np.int64)
@@ -139,17 +139,10 @@ class JoinedLookups:
             starts = ends - counts[form.at]
             memory = np.empty((int(ends[-1]), form.width), form.dtype)
             out[form.at] = address_of(memory.view(np.uint8)) + starts * (form.width * form.dtype.itemsize)
-            for name, start, stop in zip(form.names, starts.tolist(), ends.tolist(), strict=True):
-                rows[name] = memory[start:stop]
+            pieces = map(memory.__getitem__, map(slice, starts.tolist(), ends.tolist()))
+            rows.update(zip(form.names, pieces, strict=True))
         outside = copy_rows(self._lines, counts, joined, np.empty(len(joined), np.int64), out)
         return {} if outside >= 0 else rows
-
-
-def _are_row_ids(given: Sequence[object]) -> bool:
-    """Whether all of them, at least one, are one-dimensional int64 arrays."""
-    if {*map(type, given)} != {np.ndarray}:
-        return False
-    return {*map(attrgetter("dtype", "ndim"), given)} == {(_INT64, 1)}
 
 
 def _is_plain(table: ServedTable) -> bool:

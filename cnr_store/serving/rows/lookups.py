@@ -214,7 +214,7 @@ def lookup_in(
     """
     rows: dict[str, Any] = {**dict.fromkeys(ids), **together}
     missing: dict[str, npt.NDArray[np.bool_] | None] = dict.fromkeys(ids)
-    for name in [name for name in ids if name not in together]:
+    for name in [name for name in ids if name not in together] if len(together) < len(ids) else ():
         wanted = ids[name]
         table = view.table(name)
         kind = table.base.kind
