@@ -74,6 +74,10 @@ Name = Annotated[str, Meta(min_length=1, max_length=1024, pattern=_NAME_PATTERN)
 TableName = Annotated[str, Meta(min_length=1, max_length=1024, extra_json_schema={"pattern": _NAME_PATTERN})]
 """A `Name` of which `manifest_checks` looks at the characters, of all tables together."""
 
+_NODE = r"[^/\x00-\x1f\x7f]+"
+DocumentName = Annotated[str, Meta(pattern=rf"^{_NODE}(/{_NODE})*{_END}")]
+"""Parts joined by ``/``, each a `Name`."""
+
 ArrayName = Annotated[str, Meta(pattern=rf"^([a-z0-9_]+|slots/[^\x00-\x1f\x7f]+){_END}")]
 """An array of a group: ``rows``, ``codes``, ``slots/<slot>`` ...; an array of dense tensors has its dtype as name."""
 

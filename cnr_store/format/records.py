@@ -23,6 +23,7 @@ from cnr_store.format.fields import (
     ChunkRows,
     Count,
     Dim,
+    DocumentName,
     Feature,
     Float32,
     Hex8,
@@ -426,9 +427,9 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[ArrayGroup, ...] = ()
     dense: dict[Name, TensorLine] = {}
     dense_arrays: tuple[ArrayGroup, ...] = ()
-    documents: dict[Text, KeyPath] = {}
-    small: dict[Text, msgspec.Raw] = {}
-    kept: tuple[Text, ...] = ()
+    documents: dict[DocumentName, KeyPath] = {}
+    small: dict[DocumentName, msgspec.Raw] = {}
+    kept: tuple[DocumentName, ...] = ()
     objects: tuple[ObjectEntry, ...]
 
 

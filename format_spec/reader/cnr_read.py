@@ -2,7 +2,8 @@
 
 import json
 import math
-from itertools import pairwise, takewhile
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import quote
 
@@ -96,6 +97,10 @@ class Store:
         return at
 
 
+def path_of(group, name):  # [3.5]
+    return ".".join([group, *(quote(x, safe="").replace("~", "%7E") for x in name.split("/", 1))])
+
+
 class Segment:  # [4.1]: a manifest and the objects that it lists
     def __init__(self, store, entry, missing):
         self.store, self.name, self.where = store, entry["seg"], f"data/{entry['seg']}/_segment.json.zst"
@@ -106,26 +111,24 @@ class Segment:  # [4.1]: a manifest and the objects that it lists
             for name, array in group["arrays"].items():
                 listed += self.objects_of(group, name, array)
         documents.check_manifest(manifest, entry, listed, self.need)
-        self.objects, self.tables = dict(listed), {}
-        groups = {group["path"]: group["arrays"] for group in manifest["groups"]}
-        begun = dict.fromkeys(groups, 0)
+        self.objects, self.tables, self.decoded = dict(listed), {}, {}
+        begun = dict.fromkeys((group["path"] for group in manifest["groups"]), 0)
         for line in (part[op] for part in manifest["parts"] for op in STATUS_AFTER if part[op]):  # CNR-SEG-19
-            here = {"start": begun[line["group"]], "count": line["count"]}
-            line["arrays"] = {name: array | here for name, array in groups[line["group"]].items()}
+            line["start"] = begun[line["group"]]
             begun[line["group"]] += line["count"]
 
     def need(self, condition, found):
         need(condition, "corrupt_store", f"{self.where}: {found}")
 
     def objects_of(self, group, name, array):  # [4.2]; "places": object, offset and size of each chunk
-        path = ".".join([group["path"], *(quote(x, safe="").replace("~", "%7E") for x in name.split("/", 1))])
+        path = path_of(group["path"], name)
         stored = [item["size"] for item in array["objects"][1:]]
         room, sizes = (array["shards"][key] for key in ("chunks", "sizes")) if "shards" in array else (1, stored)
         end = ".0" if array["codec"] != "bytes" or array["width"] is not None else ""
         keys = [f"{path}/c.{k // room}{end}" for k in range(len(sizes))]
         places = [(key, sum(sizes[k - k % room : k]), sizes[k]) for k, key in enumerate(keys)]
-        array |= {"path": path, "rows": group["rows"], "chunk_rows": group["chunk_rows"], "places": places}
-        self.arrays[path] = array | {"start": 0, "count": group["rows"]}
+        rows = {"rows": group["rows"], "chunk_rows": group["chunk_rows"]}
+        self.arrays[path] = array | rows | {"group": group["path"], "places": places}
         paths = [f"{path}/zarr.json", *dict.fromkeys(keys)]
         self.need(len(paths) == len(array["objects"]), f"{path}: number of objects")
         return zip(paths, array["objects"], strict=True)
@@ -135,18 +138,20 @@ class Segment:  # [4.1]: a manifest and the objects that it lists
         need((len(data), xxhash.xxh3_128_hexdigest(data)) == (item["size"], item["xxh3_128"]), "corrupt_object", path)
         return data
 
-    def array(self, array, beside=()):  # [4.2]: rows start to start + count
-        rows, start, width, dtype = array["chunk_rows"], array["start"], array["width"], np.dtype(array["dtype"])
-        first, stop = start // rows, -(-(start + array["count"]) // rows)
-        chunks = [self.chunk(array, place, dtype) for place in array["places"][first:stop]]
-        values = np.concatenate([np.empty(0, dtype), *chunks]).reshape(-1, width or 1)[: array["rows"] - first * rows]
-        if "order" in array:  # CNR-SEG-17: of whole chunks
-            by = beside.get(array["order"], {"dtype": None})
-            self.need(by["dtype"] == "int16" and by["width"] is None and "order" not in by, f"order of {array['path']}")
-            by = self.array(by | {"start": first * rows, "count": len(values)})
-            values = values[np.argsort(np.lexsort((by, np.arange(len(values)) // rows)))]
-        values = values[start - first * rows :][: array["count"]]
-        return values[:, 0] if width is None else values
+    def array(self, path):  # [4.2]
+        self.need(path in self.arrays, f"no array {path}")
+        if path not in self.decoded:
+            array, dtype = self.arrays[path], np.dtype(self.arrays[path]["dtype"])
+            chunks = [self.chunk(array, place, dtype) for place in array["places"]]
+            values = np.concatenate([np.empty(0, dtype), *chunks]).reshape(-1, array["width"] or 1)[: array["rows"]]
+            if "order" in array:  # CNR-SEG-17
+                by, chunk = self.array(path_of(array["group"], array["order"])), np.arange(len(values))
+                values = values[np.argsort(np.lexsort((by, chunk // array["chunk_rows"])))]
+            self.decoded[path] = values[:, 0] if array["width"] is None else values
+        return self.decoded[path]
+
+    def rows_of(self, line, name):  # of a row list
+        return self.array(path_of(line["group"], name))[line["start"] :][: line["count"]]
 
     def chunk(self, array, place, dtype):  # the crc32c at its end is for readers without an inventory
         (path, start, length), count = place, array["chunk_rows"] * (array["width"] or 1)
@@ -177,7 +182,7 @@ class Snapshot:
 
     def read_dense(self, name):  # [4.6]
         entry = (segment := self.dense[name]).manifest["dense"][name]
-        flat = segment.array(segment.arrays[entry["path"]])[entry["offset"] :][: math.prod(entry["shape"])]
+        flat = segment.array(entry["path"])[entry["offset"] :][: math.prod(entry["shape"])]
         need(xxhash.xxh3_128_hexdigest(flat.tobytes()) == entry["digest"], "corrupt_object", f"dense {name}: digest")
         return flat.reshape(entry["shape"])
 
@@ -188,10 +193,8 @@ class Snapshot:
     def read_table(self, name):  # {"values", slots, and "keys" of a hashed table}; (n, ranges) if a slot has several
         schema = self.tables[name]
         generations = [segment.tables.get(name, {}).get("generation") for segment in self.segments]
-        life = [
-            *takewhile(lambda k: generations[k] == schema["generation"], reversed(range(len(generations))))
-        ]  # [4.4]
-        table = Table(name, schema, self.segments[life[-1] :])
+        others = [k for k, generation in enumerate(generations, 1) if generation != schema["generation"]]
+        table = Table(name, schema, self.segments[max(others, default=0) :])  # its life [4.4]
         for part in all_keys(self.ends[name], len(table.ids)) if table.hashed else self.ends[name]:
             need(part["state_digest"] in (None, table.digest(part)), "corrupt_store", f"table {name}: state digest")
         return table.decode()
@@ -218,10 +221,11 @@ class Table:
         shape = (len(self.ids), schema["dim"])
         self.status, self.held, self.exact = np.zeros(shape, np.uint8), {}, {}
         for key, array in self.arrays.items():
-            self.held[key] = np.zeros(
-                shape, np.int64 if encodings.is_integer(array["encoding"]) else encodings.CARRIER[array["dtype"]]
+            carrier, is_integer = encodings.CARRIER[array["dtype"]], encodings.is_integer(array["encoding"])
+            self.exact[key], self.held[key] = (
+                np.zeros(shape, carrier),
+                np.zeros(shape, np.int64 if is_integer else carrier),
             )
-            self.exact[key] = np.zeros(shape, encodings.CARRIER[array["dtype"]])
         for segment in life:  # [4.4]
             table, seen = segment.tables[name], np.zeros(shape, bool)
             self.status[len(self.ids) if self.hashed else table["num_rows"] :] = ABSENT
@@ -235,10 +239,10 @@ class Table:
         need(condition, "corrupt_store", f"table {self.name}: {found}")
 
     def row_ids(self, segment, part, line):  # [4.3]
-        entry, (low, high) = line["arrays"]["rows"], part["rows"]
-        rows, chunk_rows = segment.array(entry), entry["chunk_rows"]
+        rows, (low, high) = segment.rows_of(line, "rows"), part["rows"]
+        chunk_rows = segment.arrays[path_of(line["group"], "rows")]["chunk_rows"]
         self.need(rows.dtype == np.int64 and rows.ndim == 1 and np.all(rows[1:] > rows[:-1]), "row ids")
-        in_chunk = (entry["start"] + np.arange(len(rows))) // chunk_rows
+        in_chunk = (line["start"] + np.arange(len(rows))) // chunk_rows
         begins = np.flatnonzero(np.diff(in_chunk, prepend=-1))
         ends = [*begins[1:] - 1, len(rows) - 1]
         self.need((line["first"], line["last"]) == (rows[begins].tolist(), rows[ends].tolist()), "first, last")
@@ -248,14 +252,13 @@ class Table:
     def apply(self, segment, part, op, at, shift):
         self.need(op != "add" or (self.adds and np.all(self.status[at] == CODED)), "add to a row without codes")
         self.status[at] = STATUS_AFTER[op]
-        (rows, columns), arrays = at, part[op]["arrays"]
+        (rows, columns), read = at, partial(segment.rows_of, part[op])
         for name, array in self.arrays.items() if op != "delete" else ():
             target = (self.exact if op == "escape" else self.held)[name]
-            values = segment.array(arrays["values" if (op, name) == ("escape", "codes") else name], arrays)
+            values = read("values" if (op, name) == ("escape", "codes") else name)
             encoding, width = array["encoding"]["encoding"], part["columns"][1] - part["columns"][0]
             if op != "escape" and encoding == "affine":
-                scale, zero = segment.array(arrays["scale"]), segment.array(arrays["zero_point"])
-                values = encodings.affine(values, scale, zero, array["encoding"]["bits"], array["dtype"])[:, :width]
+                values = encodings.affine(values, read("scale"), read("zero_point"), array)[:, :width]
             dtypes = ("int8", "int16", "int32") if target.dtype == np.int64 else (target.dtype,)
             shape = (len(rows),) if array["kind"] == "row" else (len(rows), width)
             self.need(values.dtype in dtypes and values.shape == shape, f"{op} rows: {name}")
@@ -272,17 +275,13 @@ class Table:
         rows, (low, high), total = slice(*part["rows"]), part["columns"], 0
         for status, constant in ((CODED, 3), (ESCAPED, 5)) if low == 0 else ():
             total += int(encodings.row_marks(self.ids[rows][self.status[rows, 0] == status], constant).sum())
-        for name, array in self.arrays.items():
+        for name, array in self.arrays.items() if self.adds else ():  # CNR-DIG-3
             columns = np.arange(low, low + 1 if array["kind"] == "row" else high)
-            at = (rows, columns)
-            codes = np.where(self.status[at] == ESCAPED, encodings.exact_codes(self.exact[name][at], array["dtype"]), 0)
-            codes = np.where(self.status[at] == CODED, self.held[name][at], codes).astype(np.int64).view(np.uint64)
-            if self.adds:  # CNR-DIG-3
-                total += int(
-                    (
-                        encodings.row_factors(self.ids[rows])[:, None] * codes * encodings.column_factors(name, columns)
-                    ).sum()
-                )
+            status, exact = self.status[rows, columns], self.exact[name][rows, columns]
+            stored = [self.held[name][rows, columns], encodings.exact_codes(exact, array["dtype"])]
+            codes = np.select([status == CODED, status == ESCAPED], stored).view(np.uint64)
+            factors = encodings.row_factors(self.ids[rows])[:, None] * encodings.column_factors(name, columns)
+            total += int((codes * factors).sum())
         return f"{total % 2**64:016x}"
 
     def decode(self):  # [5]

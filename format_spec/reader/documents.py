@@ -18,6 +18,7 @@ from jsonschema import Draft202012Validator, validators
 
 OPERATIONS = ("add", "set", "delete", "escape")
 STORED_AS = {"bfloat16": "uint16", "bool": "uint8"}
+EXACT_BITS = {"float32": 23, "float16": 10, "bfloat16": 7}
 CODEC_DTYPES = {"digits": ("int16", "int32", "int64"), "gaps": ("int64",)}
 NAMED = {
     "tag": ("name", "target"),
@@ -49,7 +50,8 @@ def fill_in(validator, rules, document, schema):  # [3.1] CNR-DOC-5
     yield from Draft202012Validator.VALIDATORS["properties"](validator, rules, document, schema)
 
 
-Schema = validators.extend(Draft202012Validator, {"properties": fill_in})  # checking a document fills in its defaults
+INTEGER = Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)  # 1.0 is none
+Schema = validators.extend(Draft202012Validator, {"properties": fill_in}, type_checker=INTEGER)  # fills in defaults
 SCHEMAS = {p.stem: Schema(json.loads(p.read_text())) for p in Path(__file__).parents[1].glob("schemas/*")}
 
 
@@ -136,7 +138,8 @@ def parse_manifest(data, where):  # [3.5]
 
 def check_manifest(manifest, entry, listed, need):  # [3.5] CNR-DOC-8 and 9
     need(len({path for path, _ in listed}) == len(listed), "an object is listed twice")
-    need(not manifest["documents"].keys() & manifest["small"].keys(), "a document in both places")
+    names = [*manifest["documents"], *manifest["small"], *manifest["kept"]]
+    need(len(set(names)) == len(names), "a document in two places")
     need({*manifest["documents"].values()} <= {path for path, _ in listed}, "a document that is not listed")
     need(all(manifest[name] == entry[name] for name in ("kind", "l0", "l1")), "not as its chain entry")
     need(entry["seg"] == f"{manifest['base']:020d}-{manifest['txn']}", "not as the name of its segment")
@@ -145,6 +148,8 @@ def check_manifest(manifest, entry, listed, need):  # [3.5] CNR-DOC-8 and 9
     for group in manifest["groups"] + manifest["dense_arrays"]:
         for name, array in group["arrays"].items():
             check_array(group, name, array, lambda ok, path=group["path"], name=name: need(ok, f"array {path}.{name}"))
+    for name, table in manifest["tables"].items():
+        check_schema(table, lambda ok, name=name: need(ok, f"schema of {name}"))
     check_parts(manifest, need)
     check_dense(manifest, need)
 
@@ -154,6 +159,10 @@ def check_array(group, name, array, need):  # [4.2]: sizes, before anything is d
     decoded = chunk_rows * (array["width"] or 1) * np.dtype(array["dtype"]).itemsize
     least, most = (decoded + 4, decoded + 4) if codec == "bytes" else (4, (decoded + 16) * 5 // 4 + 4096)
     need(codec == "bytes" or array["dtype"] in CODEC_DTYPES[codec])
+    if "order" in array:  # CNR-SEG-17
+        by = group["arrays"].get(array["order"], {"dtype": None})
+        need(by["dtype"] == "int16" and by["width"] is None and "order" not in by)
+        need(codec == "digits" and array["width"] is not None)
     need(chunk_rows == 1 or decoded <= 1 << (23 if name in ("codes", "values", array["dtype"]) else 27))
     stored = sizes = [item["size"] for item in array["objects"][1:]]
     if shards:  # CNR-SEG-20: chunks, then an index
@@ -161,6 +170,14 @@ def check_array(group, name, array, need):  # [4.2]: sizes, before anything is d
         need(stored == [sum(sizes[k : k + room]) + 16 * room + 4 for k in range(0, len(sizes), room)])
         need(len(shards["digests"]) == 32 * len(sizes))
     need(len(sizes) == -(-group["rows"] // chunk_rows) and all(least <= size <= most for size in sizes))
+
+
+def check_schema(table, need):  # [5]: encodings that decode to floats
+    need(table["shift"] == 0 or table["encoding"]["encoding"] == "lattice")
+    for array in (table, *table["slots"].values()):
+        scale, bits = array["encoding"].get("scale"), array["encoding"].get("mantissa_bits")
+        need(scale is None or 2.0**-126 <= scale * 0.5 ** table["shift"] <= (2 - 2**-23) * 2.0**105)  # CNR-ENC-5
+        need(bits in (None, EXACT_BITS[array["dtype"]]) or array["dtype"] == "float32")  # CNR-ENC-14
 
 
 def check_parts(manifest, need):  # CNR-SEG-8, CNR-SEG-19
@@ -198,7 +215,7 @@ def check_dense(manifest, need):  # [4.6]
 def check_change(own, tables, dense, documents, need):  # CNR-DOC-24: what a manifest ends or keeps was there
     need({*own["dropped"]} <= {*tables} - {*own["tables"]}, "dropped")
     need({*own["ended"]} <= {*dense} - {*own["dense"]}, "ended")
-    need({*own["kept"]} <= {*documents} - {*own["documents"], *own["small"]}, "kept")
+    need({*own["kept"]} <= documents.keys(), "kept")
 
 
 def check_tables(own, tables, ends, begun, need):  # [4.3] CNR-SEG-18; begun: how the newest generations began

@@ -5,11 +5,10 @@ import math
 
 import numpy as np
 
-from format_spec.reader.documents import need
+from format_spec.reader.documents import EXACT_BITS, need
 
 U, GOLDEN = np.uint64, 0x9E3779B97F4A7C15
 CARRIER = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
-EXACT_BITS = {"float32": 23, "float16": 10, "bfloat16": 7}
 
 
 def unpack(data, count, dtype):  # [4.2] CNR-SEG-6: planes of digits, the top one first; middle, bases
@@ -38,10 +37,11 @@ def decode(codes, encoding, shift, dtype):  # [5.3], [5.4]; the values of other 
     return codes
 
 
-def affine(packed, scale, zero, bits, dtype):  # [5.2]: packed (n, bytes of a row), scale and zero (n,)
+def affine(packed, scale, zero, array):  # [5.2]: packed (n, bytes of a row), scale and zero (n,)
+    bits, (scale, zero) = array["encoding"]["bits"], (x[:, None].astype(np.float32) for x in (scale, zero))
     digits = np.unpackbits(packed, axis=1, bitorder="little").reshape(len(packed), -1, bits)
     codes = (digits << np.arange(bits, dtype=np.uint8)).sum(axis=2).astype(np.float32)
-    return narrow(zero[:, None].astype(np.float32) + scale[:, None].astype(np.float32) * codes, dtype)
+    return narrow(zero + scale * codes, array["dtype"])
 
 
 def narrow(values, dtype):  # [5.1]: nearest, ties to even; finite values stay finite
