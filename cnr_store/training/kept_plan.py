@@ -15,6 +15,8 @@ from itertools import accumulate, chain, compress
 from operator import attrgetter, is_, methodcaller
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -313,11 +315,15 @@ class KeptPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tensors:
-    """The tensors of all tables, for states with the same ``like``; ``order``: of weights and slots behind them."""
+    """The tensors of all tables, for states with the same ``like``.
+
+    ``order``: of weights and slots behind them. ``weights``: where among all the weights are.
+    """
 
     like: object
     lists: TensorLists
     order: list[int]
+    weights: npt.NDArray[np.int64]
 
 
 class OwnedTables:
@@ -327,7 +333,9 @@ class OwnedTables:
         shards = [one.shard for one in owned.values()]
         self._names = [*owned]
         self._views = [one.view for one in shards]
+        self._addresses = [one.view.data_ptr() for one in shards]
         self._strides = [one.view.stride() for one in shards]
+        self._are_contiguous = np.array([one.view.is_contiguous() for one in shards], bool)
         self._parameters = [one.parameter for one in shards if one.parameter is not None and one.memory is None]
         self._begin_at_zero = not any(one.rows[0] for one in shards)
         self._tensors: _Tensors | None = None
@@ -335,12 +343,15 @@ class OwnedTables:
     def are_in_place(self) -> bool:
         """Whether the weight of each is its view: told in a few calls of C for all, False says nothing of one alone."""
         held, views = self._parameters, self._views
-        if len(held) < len(views) or [*map(torch.Tensor.data_ptr, held)] != [*map(torch.Tensor.data_ptr, views)]:
+        if len(held) < len(views):
             return False
-        return [*map(torch.Tensor.stride, held)] == self._strides
+        addresses = [*map(torch.Tensor.data_ptr, held)]
+        if addresses != self._addresses:  # a storage may have been freed and allocated again
+            self._addresses = [*map(torch.Tensor.data_ptr, views)]
+        return addresses == self._addresses and [*map(torch.Tensor.stride, held)] == self._strides
 
     def requests(self, like: object, slots: Entries, rows: RowLists) -> RowRequests | None:
-        """Return requests for the weights and slots of all tables, of tables that are in place.
+        """Return requests for the weights and slots of all tables, right after `are_in_place` was true.
 
         Parameters
         ----------
@@ -360,7 +371,9 @@ class OwnedTables:
             self._tensors = self._listed(like, slots)
         kept = self._tensors
         tensors = [*map([*self._views, *slots.all()].__getitem__, kept.order)]
-        return RowRequests(kept.lists, tensors, rows)
+        addresses = np.zeros(len(tensors), np.int64)
+        addresses[kept.weights] = np.array(self._addresses, np.int64) * self._are_contiguous
+        return RowRequests(kept.lists, tensors, rows, addresses)
 
     def _listed(self, like: object, slots: Entries) -> _Tensors:
         names: list[str] = []
@@ -372,7 +385,7 @@ class OwnedTables:
             lengths.append(1 + len(keys))
             first = len(self._views) + start
             order += (number, *range(first, first + len(keys)))
-        return _Tensors(like, TensorLists(self._names, names, lengths), order)
+        return _Tensors(like, TensorLists(self._names, names, lengths), order, np.cumsum([0, *lengths[:-1]]))
 
 
 def _is_plain(kind: type[nn.Module]) -> bool:

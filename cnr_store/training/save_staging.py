@@ -157,11 +157,9 @@ class SaveStager:
                 staged.release()
             raise
         drops = self._drops(transaction, writer)
-        shards = {name: own.key for name, own in training.holdings.owned.items()}
         return SaveJob(
-            transaction, shards, taken, staged, rows, written, drops, fixed, declares=bool(chain.whole_next), read=read,
-            keyed=keyed,
-            dense=dense[0] if dense else None,
+            transaction, training.holdings.keys, taken, staged, rows, written, drops, fixed,
+            declares=bool(chain.whole_next), read=read, keyed=keyed, dense=dense[0] if dense else None,
         )  # fmt: skip
 
     def free(self) -> None:
@@ -243,6 +241,8 @@ class SaveStager:
 
     def _whole_shards(self, plan: SavePlan, tables: set[str]) -> dict[str, WholeShard]:
         """This rank's shards of tables, by name."""
+        if not tables:
+            return {}
         anew, options, slots = self.chain.whole_next, self.chain.rate.options_for, plan.local.slots
         return {
             name: WholeShard(

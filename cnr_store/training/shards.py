@@ -307,6 +307,8 @@ class Holdings:
     ----------
     by_name, owned
         `LocalShard.name` to the shard, and of those that this rank saves; names are this rank's own.
+    keys
+        What the writer calls the owned ones.
     tables
         Table to its shape, over all ranks.
     replicated
@@ -317,6 +319,7 @@ class Holdings:
 
     by_name: Mapping[str, RankShard]
     owned: Mapping[str, RankShard]
+    keys: Mapping[str, Shard]
     tables: Mapping[str, tuple[int, int]]
     replicated: tuple[str, ...]
     placement: Placement | None
@@ -364,7 +367,8 @@ def hold(shards: Sequence[LocalShard], ranks: Ranks) -> Holdings:
     for holding in owned.values():
         placement.setdefault(holding.key.table, []).append(holding.rectangle)
     replicated = tuple(sorted(table for table, holders in copies.items() if len(holders) > 1))
-    return Holdings(held, owned, dict(sorted(shapes.items())), replicated, placement if needs_place else None)
+    keys = {name: holding.key for name, holding in owned.items()}
+    return Holdings(held, owned, keys, dict(sorted(shapes.items())), replicated, placement if needs_place else None)
 
 
 def _owners(

@@ -108,11 +108,15 @@ class RowRequests(Mapping[str, RowRequest]):
         All of them, in the order of `lists`.
     rows
         Row ids of the same tables in the same order, on the host.
+    addresses
+        int64, by tensor: where it begins, if the caller knows that it is contiguous and has its rows; else 0. None:
+        nothing is known. To ask a thousand tensors takes longer than their rows.
     """
 
     lists: TensorLists
     tensors: Sequence[torch.Tensor]
     rows: RowLists
+    addresses: npt.NDArray[np.int64] | None = None
 
     def __getitem__(self, table: str) -> RowRequest:
         start, stop = self.lists.place(table)
@@ -161,10 +165,10 @@ class HostLayout:
 
     lists: TensorLists
     kinds: list[list[Any]]
-    candidates: list[int]
+    candidates: npt.NDArray[np.int64]
     sizes: list[list[int]]
     is_plain: npt.NDArray[np.bool_]
-    plain: list[int]
+    plain: npt.NDArray[np.int64]
     owners: npt.NDArray[np.int64]
     num_rows: npt.NDArray[np.int64]
     row_bytes: npt.NDArray[np.int64]
@@ -173,25 +177,31 @@ class HostLayout:
     order: npt.NDArray[np.int64]
     groups: npt.NDArray[np.int64]
 
-    def fits(self, lists: TensorLists, tensors: Sequence[torch.Tensor], *, is_like: bool) -> bool:
-        """Whether these tensors have this layout; ``is_like``: kinds and sizes in bytes are known to be its."""
+    def fits(
+        self, lists: TensorLists, tensors: Sequence[torch.Tensor], addresses: npt.NDArray[np.int64], *, is_like: bool
+    ) -> bool:  # fmt: skip
+        """Whether these tensors have this layout; ``is_like``: kinds and sizes in bytes are known to be its.
+
+        ``addresses`` as in `RowRequests`.
+        """
         if not lists.are(self.lists):
             return False
-        candidates = _chosen(tensors, self.candidates)
         if is_like:  # then their dtypes and numbers of elements are those of the layout, too
-            return _rows_of(candidates) == self.sizes[0]
-        return _kinds(tensors) == self.kinds and _sizes(candidates) == self.sizes
+            asked = (addresses[self.candidates] == 0).nonzero()[0]
+            found = _rows_of(_chosen(tensors, self.candidates[asked].tolist()))
+            return found == [*map(self.sizes[0].__getitem__, asked.tolist())]
+        return _kinds(tensors) == self.kinds and _sizes(_chosen(tensors, self.candidates.tolist())) == self.sizes
 
 
 def _layout(lists: TensorLists, tensors: Sequence[torch.Tensor]) -> HostLayout:
     names, lengths = lists.names, lists.lengths
     kinds = _kinds(tensors)
-    candidates = [
-        at
-        for at, (_, layout, is_cpu, dims) in enumerate(zip(*kinds, strict=True))
-        if layout is torch.strided and is_cpu and 1 <= dims <= _MOST_DIMS
+    can_be = [
+        layout is torch.strided and is_cpu and 1 <= dims <= _MOST_DIMS
+        for _, layout, is_cpu, dims in zip(*kinds, strict=True)
     ]
-    sizes = _sizes(_chosen(tensors, candidates))
+    candidates = np.flatnonzero(np.array(can_be, bool))
+    sizes = _sizes(_chosen(tensors, candidates.tolist()))
     num_rows, row_bytes = np.zeros(len(tensors), np.int64), np.zeros(len(tensors), np.int64)
     num_rows[candidates] = sizes[0]
     row_bytes[candidates] = np.array(sizes[1], np.int64) // np.maximum(sizes[0], 1)
@@ -213,7 +223,7 @@ def _layout(lists: TensorLists, tensors: Sequence[torch.Tensor]) -> HostLayout:
         alike[owner] = numbers.setdefault(tuple(form), len(numbers))
     groups = alike[owners] * (max(lengths, default=0) + 1) + plain - (ends - lengths)[owners]
     return HostLayout(
-        lists, kinds, candidates, sizes, is_plain, plain.tolist(), owners, num_rows[plain], row_bytes[plain], shapes,
+        lists, kinds, candidates, sizes, is_plain, plain, owners, num_rows[plain], row_bytes[plain], shapes,
         alike, np.argsort(groups, kind="stable"), groups,
     )  # fmt: skip
 
@@ -323,7 +333,7 @@ class HostCopies:
     def joined(self, as_array: Callable[[torch.Tensor], npt.NDArray[Any]]) -> list[JoinedCopies]:
         """Return the copies of small tables, those that are alike together; ``as_array`` as in `arrays_of`."""
         layout, chosen = self.layout, self._chosen[: self._num_small]
-        owners, tensors = layout.owners[chosen], [*map(layout.plain.__getitem__, chosen.tolist())]
+        owners, tensors = layout.owners[chosen], layout.plain[chosen].tolist()
         starts = _are_first(layout.groups[chosen]).nonzero()[0]
         found: dict[int, JoinedCopies] = {}
         for first, stop in pairwise([*starts.tolist(), len(chosen)]):
@@ -353,11 +363,10 @@ class HostCopies:
         """Of each copy of a table: name, dtype, rows, shape of a row, and the element that it begins at."""
         if not self._places:
             layout = self.layout
-            for at, owner, count, begin in zip(
-                self._chosen.tolist(), layout.owners[self._chosen].tolist(), self._parts[:, 1].tolist(),
-                self._parts[:, 4].tolist(), strict=True,
+            for at, tensor, owner, count, begin in zip(
+                self._chosen.tolist(), layout.plain[self._chosen].tolist(), layout.owners[self._chosen].tolist(),
+                self._parts[:, 1].tolist(), self._parts[:, 4].tolist(), strict=True,
             ):  # fmt: skip
-                tensor = layout.plain[at]
                 dtype = layout.kinds[0][tensor]
                 place = layout.lists.names[tensor], dtype, count, layout.shapes[at], begin // dtype.itemsize
                 self._places.setdefault(layout.lists.tables[owner], []).append(place)
@@ -378,8 +387,10 @@ def host_copies(
         The layout of an earlier call, and whether names and kinds of tensors are known to be as they were in that.
     """
     lists, tensors = tensors_of(requests)
+    given = requests.addresses if isinstance(requests, RowRequests) else None
+    addresses = np.zeros(len(tensors), np.int64) if given is None else given
     layout = known
-    if layout is None or not layout.fits(lists, tensors, is_like=is_like):
+    if layout is None or not layout.fits(lists, tensors, addresses, is_like=is_like):
         layout = _layout(lists, tensors)
     tables = lists.tables
     all_ids: Mapping[str, RowIds | torch.Tensor]
@@ -391,11 +402,14 @@ def host_copies(
         fits = layout.is_plain & _are_plain(ids)
     if without:
         fits &= np.array([table not in without for table in tables], bool)
-    plain = _chosen(tensors, layout.plain)
-    starts = np.array([*map(torch.Tensor.data_ptr, plain)], np.int64)
-    held = np.array([*map(torch.Tensor.is_contiguous, plain)], bool) & (starts != 0)  # 0: the storage was freed
+    starts = addresses[layout.plain]
+    asked = (starts == 0).nonzero()[0]
+    others = _chosen(tensors, layout.plain[asked].tolist())
+    starts[asked] = np.array([*map(torch.Tensor.data_ptr, others)], np.int64)
+    starts[asked] *= np.array([*map(torch.Tensor.is_contiguous, others)], bool)
     sizes = counts[layout.owners] * layout.row_bytes
-    fits &= np.bincount(layout.owners, ~held | (starts % _UNIT != 0), len(tables)) == 0
+    # An address of 0: not contiguous, or the storage was freed.
+    fits &= np.bincount(layout.owners, (starts == 0) | (starts % _UNIT != 0), len(tables)) == 0
     is_small = np.bincount(layout.owners, sizes, len(tables)) <= SMALL_BYTES
     small, large = (layout.order[one[layout.owners[layout.order]]] for one in (fits & is_small, fits & ~is_small))
     chosen = np.concatenate([small, large])
@@ -407,10 +421,10 @@ def host_copies(
     elif len(rest) < len(tables):
         joined = np.concatenate([own for table, own in all_ids.items() if table not in rest])
         lengths = counts * fits
-    addresses = address_of(joined) + 8 * (np.cumsum(lengths) - lengths)
+    ids_at = address_of(joined) + 8 * (np.cumsum(lengths) - lengths)
     begins = _begins(sizes, layout.groups[chosen])
     parts = np.empty((len(chosen), PART_FIELDS), np.int64)
-    for column, own in enumerate((addresses[owners], counts[owners], rows, starts[chosen], begins, row_bytes // _UNIT)):
+    for column, own in enumerate((ids_at[owners], counts[owners], rows, starts[chosen], begins, row_bytes // _UNIT)):
         parts[:, column] = own
     end = most = 0
     if len(chosen):

@@ -7,6 +7,7 @@ memory happens to have, or read memory that is gone. Nothing here reads an eleme
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import attrgetter, ge, is_
@@ -60,10 +61,11 @@ class TableMemory:
         Others hold views of these storages, so that no other storages are ever accepted.
     """
 
-    __slots__ = ("_is_fixed", "_table", "_tensors", "held", "needed", "own")
+    __slots__ = ("_is_fixed", "_table", "_tensors", "held", "needed", "own", "together")
 
     def __init__(self, table: str, tensors: Tensors | tuple[torch.Tensor, ...], *, is_fixed: bool) -> None:
         self._table, self._is_fixed = table, False
+        self.together: Callable[[], Memories | None] = lambda: None
         self.own = tensors if isinstance(tensors, tuple) else None
         self._tensors = tensors
         self.accept()
@@ -77,6 +79,8 @@ class TableMemory:
         """Take the present storages as the table's: their owner has replaced them."""
         if self._is_fixed:
             return
+        if (together := self.together()) is not None:
+            together.forget()
         tensors = self.tensors()
         self.held = [tensor.untyped_storage() for tensor in tensors]
         self.needed = [needed_bytes(tensor) for tensor in tensors]
@@ -97,22 +101,41 @@ class TableMemory:
                 raise _moved(self._table, problem, needed, now.nbytes())
 
 
-def check_all(memories: Sequence[TableMemory]) -> None:
-    """Call `TableMemory.check` of all; where no memory moved, in a few calls of C for a thousand tables.
+class Memories:
+    """The memory of many tables: `TableMemory.check` of all, where none moved in a few calls of C for a thousand."""
 
-    Raises
-    ------
-    MemoryMoved
-    """
-    own = [*map(attrgetter("own"), memories)]
-    tensors = [*chain.from_iterable(own if all(own) else (one.tensors() for one in memories))]
-    held = [*chain.from_iterable(map(attrgetter("held"), memories))]
-    needed = chain.from_iterable(map(attrgetter("needed"), memories))
-    # Torch gives a storage one object of Python as long as it is held.
-    is_same = len(tensors) == len(held) and all(map(is_, map(torch.Tensor.untyped_storage, tensors), held))
-    if not is_same or not all(map(ge, map(torch.UntypedStorage.nbytes, held), needed)):
+    def __init__(self, memories: Sequence[TableMemory]) -> None:
+        self._memories = memories
+        own = [*map(attrgetter("own"), memories)]
+        self._tensors = [*chain.from_iterable(own)] if all(own) else None
+        self._known: tuple[list[torch.UntypedStorage], list[int]] | None = None
         for one in memories:
-            one.check()
+            one.together = weakref.ref(self)  # a circle would keep tables until the next garbage collection
+
+    def forget(self) -> None:
+        """Keep no storage: a table has others now."""
+        self._known = None
+
+    def check(self) -> None:
+        """Return if the rows of all tables lie where they were.
+
+        Raises
+        ------
+        MemoryMoved
+        """
+        if self._known is None:
+            self._known = (
+                [*chain.from_iterable(map(attrgetter("held"), self._memories))],
+                [*chain.from_iterable(map(attrgetter("needed"), self._memories))],
+            )
+        tensors, (held, needed) = self._tensors, self._known
+        if tensors is None:
+            tensors = [*chain.from_iterable(one.tensors() for one in self._memories)]
+        # Torch gives a storage one object of Python as long as it is held.
+        is_same = len(tensors) == len(held) and all(map(is_, map(torch.Tensor.untyped_storage, tensors), held))
+        if not is_same or not all(map(ge, map(torch.UntypedStorage.nbytes, held), needed)):
+            for one in self._memories:
+                one.check()
 
 
 def memory_of(table: str, weight: torch.Tensor | None, tensors: Tensors | None) -> TableMemory | None:

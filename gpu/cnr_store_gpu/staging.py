@@ -423,7 +423,7 @@ class StagingBuffers:
                 plain.copy(requests, memory, self._workers)
                 staged.add_plain(plain)
                 staged.make_room = partial(slot.memory.reserve, _PLAIN, plain.end, plain.most)
-                rest = {table: requests[table] for table in requests if table in plain.rest}
+                rest = {table: requests[table] for table in requests if table in plain.rest} if plain.rest else {}
         for table, request in rest.items():
             staged.name(table, request.tensors)
             index, num_rows = index_of(request.row_ids), common_rows(request.tensors)

@@ -21,7 +21,7 @@ from cnr_store.errors import BadInput
 from cnr_store_gpu import operators
 from cnr_store_gpu.bitmap import DeviceBitmaps, Ids, OutOfRange, Taken
 from cnr_store_gpu.hooks import Following, OnBypass
-from cnr_store_gpu.memory import check_all, memory_of
+from cnr_store_gpu.memory import Memories, memory_of
 from cnr_store_gpu.optimizers import Movement, RowMovement, inner_optimizer, row_slots
 from cnr_store_gpu.shards import ChangeSource, WatchedShard, bounds_of, check_shards, tensor_of
 from cnr_store_gpu.tables import plan_tables
@@ -134,7 +134,7 @@ class RowTracker:
                 watched.movement = shard_of[table].movement
             found.append(watched)
         restamp(found)
-        self._memories = [watched.memory for watched in found if watched.memory is not None]
+        self._memories = Memories([watched.memory for watched in found if watched.memory is not None])
         self._tables = TrackedTables(found, {alias: plan.table for plan in plans for alias in plan.aliases})
         self._sources: dict[str, list[ChangeSource]] = {}
         checked = {table: weight for table, weight in weights.items() if weight is not None}
@@ -333,7 +333,7 @@ class RowTracker:
         MemoryMoved
             The memory of a table was freed or replaced: its rows cannot be copied now.
         """
-        check_all(self._memories)
+        self._memories.check()
 
     def _waiting(self) -> dict[str, int]:
         return {watched.table: self._ledger.pending(watched.place) for watched in self._waiting_tables()}

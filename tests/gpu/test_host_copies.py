@@ -193,7 +193,10 @@ def test_requests_end_to_end_copy_what_requests_by_table_do(data: st.DataObject)
         ]
         rows = RowLists([*tables], np.concatenate(ids), np.array([*map(len, ids)]))
         requests = {name: RowRequest(own, tables[name]) for name, own in zip(tables, ids, strict=True)}
-        together = RowRequests(lists, tensors, rows)
+        known = np.array([
+            one.data_ptr() if one.is_contiguous() and random.random() < 0.5 else 0 for one in tensors
+        ], np.int64)  # fmt: skip
+        together = RowRequests(lists, tensors, rows, known if random.random() < 0.7 else None)
         assert [*together] == [*requests]
         assert len(together) == len(requests)
         assert "none" not in together

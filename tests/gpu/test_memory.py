@@ -12,7 +12,7 @@ from torch import nn
 
 from cnr_store.errors import MemoryMoved
 from cnr_store_gpu import Movement, RowTracker, WatchedShard
-from cnr_store_gpu.memory import check_all, check_held, memory_of, needed_bytes
+from cnr_store_gpu.memory import Memories, check_held, memory_of, needed_bytes
 
 ROWS, DIM = 20, 3
 
@@ -154,10 +154,12 @@ def test_a_shard_is_read_where_its_owner_has_its_rows() -> None:
     assert len(tracker.take()["shard"]) == ROWS
 
 
-@given(st.lists(st.sampled_from(["stays", "freed", "replaced", "back"]), max_size=5))
-def test_checking_all_tables_is_checking_each(fates: list[str]) -> None:
+@given(st.lists(st.sampled_from(["stays", "freed", "replaced", "back"]), max_size=5), st.booleans())
+def test_checking_all_tables_is_checking_each(fates: list[str], accepts: bool) -> None:
     tensors = [torch.zeros(ROWS, DIM) for _ in fates]
     memories = [memory for tensor in tensors if (memory := memory_of("table", tensor, None)) is not None]
+    together = Memories(memories)
+    together.check()
     for fate, tensor in zip(fates, tensors, strict=True):
         own = tensor.data
         if fate == "freed":
@@ -176,7 +178,11 @@ def test_checking_all_tables_is_checking_each(fates: list[str]) -> None:
 
     each = [moved(memory.check) for memory in memories]
     assert each == [fate in ("freed", "replaced") for fate in fates]
-    assert moved(lambda: check_all(memories)) == any(each)
+    assert moved(together.check) == any(each)
+    for memory, one in zip(memories, each, strict=True):
+        if one and accepts:
+            memory.accept()
+    assert moved(together.check) == any(moved(memory.check) for memory in memories)
 
 
 @given(st.data())

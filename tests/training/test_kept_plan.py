@@ -299,6 +299,19 @@ def test_shards_are_in_place_until_a_parameter_has_other_memory() -> None:
     assert shards[1].weight.data_ptr() != shards[1].view.data_ptr()
 
 
+def test_shards_are_in_place_when_their_storage_is_allocated_again() -> None:
+    model = nn.ModuleList(nn.Embedding(4, 2) for _ in range(3))
+    _, shards = find_local_shards(model, [], (), OneRank())
+    tables = OwnedTables(hold(shards, OneRank()).owned)
+    storage, before = model[1].weight.untyped_storage(), model[1].weight.data_ptr()
+
+    storage.resize_(1 << 20)  # as a library does that frees it for a while
+    assert model[1].weight.data_ptr() != before
+
+    assert tables.are_in_place()
+    assert tables.are_in_place()
+
+
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_requests_for_all_tables_are_those_of_each_table(kind: str) -> None:
     one = Planned(kind)
@@ -321,6 +334,11 @@ def test_requests_for_all_tables_are_those_of_each_table(kind: str) -> None:
         for name, own in one.holdings.owned.items():
             assert found[name].row_ids.tolist() == taken[name].tolist()
             assert same(found[name].tensors, {WEIGHT: own.shard.weight, **local.slots[name]})
+        assert tables.are_in_place()
+        at = [*map(torch.Tensor.data_ptr, found.tensors)]
+        assert found.addresses is not None
+        assert all(known in (0, own) for known, own in zip(found.addresses.tolist(), at, strict=True))
+        assert np.count_nonzero(found.addresses) == len(taken)  # all weights are contiguous
         trains(one)
         local = one.kept.local_state()
     others = RowLists([*taken][1:], rows.row_ids, counts[1:])
