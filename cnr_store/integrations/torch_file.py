@@ -48,8 +48,11 @@ def _load(file: Path) -> Any:
             if pickled
             else f"it is no whole file of torch.save, {type(error).__name__}"
         )
+        wanted = "save a state_dict of plain tensors"
+        if not pickled:
+            wanted += "; a safetensors file is one by its name, *.safetensors (or `cnr import --format`)"
         # Not with torch's own error: it is a page of advice to run the code in the file.
         raise BadInput(
-            f"{file} does not load as weights only ({what}); save a state_dict of plain tensors",
+            f"{file} does not load as weights only ({what}); {wanted}",
             path=str(file), found=pickled[1] if pickled else None,
         ) from None  # fmt: skip

@@ -87,7 +87,7 @@ class Copier:
             raise
         report.segments += 1
         report.objects += copied.objects
-        report.bytes += copied.size_bytes
+        report.size_bytes += copied.size_bytes
         report.reused_objects += copied.reused
 
     def _copy_next_live(self, version: int, report: RelayReport) -> LogEntry:

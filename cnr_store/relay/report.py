@@ -20,7 +20,7 @@ class RelayReport(ShownReport):
     skipped
         Number of positions of which only the record was copied: the version had expired at the source, was superseded,
         or is damaged there.
-    segments, objects, bytes, reused_objects
+    segments, objects, size_bytes, reused_objects
         What was written, including segments of versions that channels name; objects that an interrupted copy wrote.
     trimmed_segments, trimmed_bytes
         What was deleted at the relay.
@@ -40,7 +40,7 @@ class RelayReport(ShownReport):
     skipped: int = 0
     segments: int = 0
     objects: int = 0
-    bytes: int = 0
+    size_bytes: int = 0
     reused_objects: int = 0
     trimmed_segments: int = 0
     trimmed_bytes: int = 0

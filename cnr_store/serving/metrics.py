@@ -17,7 +17,7 @@ class PollResult:
         The staged version, which `Loader.apply` publishes, or None.
     is_updated
         Whether a new version was served or staged.
-    rows, bytes
+    rows, size_bytes
         Number of changed rows, and their stored bytes.
     apply_s
         Seconds until the new versions were visible (staged), reading included; 0 without any.
@@ -31,7 +31,7 @@ class PollResult:
     staged: int | None
     is_updated: bool
     rows: int
-    bytes: int
+    size_bytes: int
     apply_s: float
     error: Exception | None
 
@@ -63,7 +63,7 @@ class LoaderMetrics:
         Looks at the store.
     updates
         Versions that were published after the first.
-    rows, bytes
+    rows, size_bytes
         Number of changed rows, and their stored bytes.
     errors
         Looks that ended in an error, refusals not counted.
@@ -89,7 +89,7 @@ class LoaderMetrics:
     polls: int = 0
     updates: int = 0
     rows: int = 0
-    bytes: int = 0
+    size_bytes: int = 0
     errors: int = 0
     failures: int = 0
     refused: int = 0

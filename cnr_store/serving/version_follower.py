@@ -124,7 +124,7 @@ class VersionFollower:
         With ``is_patient`` a failure is not retried before its pause is over.
         """
         metrics, queue = self._metrics, self._queue
-        before, rows, size, began = queue.newest.version, metrics.rows, metrics.bytes, time.monotonic()
+        before, rows, size, began = queue.newest.version, metrics.rows, metrics.size_bytes, time.monotonic()
         metrics.polls += 1
         error: Exception | None = None
         try:
@@ -147,7 +147,7 @@ class VersionFollower:
             staged=queue.staged_version,
             is_updated=is_updated,
             rows=metrics.rows - rows,
-            bytes=metrics.bytes - size,
+            size_bytes=metrics.size_bytes - size,
             apply_s=metrics.apply_s if is_updated else 0.0,
             error=error,
         )
@@ -281,4 +281,4 @@ class VersionFollower:
             raise
         if last is not None:
             self._metrics.rows += built.tables.rows
-            self._metrics.bytes += built.tables.bytes
+            self._metrics.size_bytes += built.tables.size_bytes

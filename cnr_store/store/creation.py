@@ -103,13 +103,13 @@ def read_identity(storage: Storage) -> Identity:
 
 
 def _but_remains(storage: Storage) -> str:
-    """Return what else of a store is there, for the message; nothing where it cannot be listed. One listing."""
+    """Return what else of a store is there, and what to do, for the message. One listing, if that is allowed."""
     try:
         found = beginning.remains(storage)
     except (StorageFailure, Unsupported):
-        return ""
+        found = []
     if not found:
-        return ""
+        return "; check the place, or create a store there (`cnr init`)"
     return (
         f", but {'/, '.join(found)}/: it was deleted or not copied, or a copy or relay is still being made; restore it"
     )

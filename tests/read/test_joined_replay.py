@@ -391,7 +391,7 @@ def test_a_loader_serves_the_same_rows_from_as_many_bytes(store: Store, monkeypa
         memory, snapshot = TrackedMemory(), store.snapshot()
         updates = update_tables(snapshot, Compare(), {}, lambda *_: ServeAs(), memory=memory)
         rows = {name: one.rows.tobytes() for name, one in updates.changes.items() if isinstance(one, BaseTable)}
-        found.append((rows, updates.recorded, updates.rows, updates.bytes, len(memory.live)))
+        found.append((rows, updates.recorded, updates.rows, updates.size_bytes, len(memory.live)))
     assert found[0] == found[1]
 
 

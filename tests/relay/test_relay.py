@@ -50,7 +50,7 @@ def test_the_relay_has_the_same_versions_and_bytes_from_where_it_began(
     assert (went_on.version, went_on.source_version) == (store.latest_version(), store.latest_version())
     assert went_on.versions == store.latest_version() - first
     assert went_on.segments == 2
-    assert went_on.bytes > 0
+    assert went_on.size_bytes > 0
     assert copy.head() == store.head()
     assert same_objects(store, copy, COMMITS, DATA)
     for version in range(first, store.latest_version() + 1):
@@ -433,7 +433,7 @@ def test_a_cap_on_the_bandwidth_is_kept(store: Store, files: IsolatedMemoryFileS
 
     report = relay.advance()
 
-    assert sum(waited) >= 0.5 * (report.bytes - 20_000) / 10**6
+    assert sum(waited) >= 0.5 * (report.size_bytes - 20_000) / 10**6
     with pytest.raises(BadInput):
         Relay(store, place(files), bytes_per_s=0)
 
@@ -461,5 +461,5 @@ def test_memory_does_not_grow_with_the_table(tmp_path: Path) -> None:
         finally:
             tracemalloc.stop()
 
-    assert report.bytes > 30 * 2**20
-    assert peak < report.bytes / 2
+    assert report.size_bytes > 30 * 2**20
+    assert peak < report.size_bytes / 2

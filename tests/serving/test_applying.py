@@ -431,7 +431,7 @@ def test_only_what_is_needed_is_read() -> None:
         assert not any("slots" in path for path in paths)
         assert updates.rows == (200 if holding.shard is None else 10)
         if holding.shard is None:
-            assert updates.bytes == sum(sizes) - sizes[0]
+            assert updates.size_bytes == sum(sizes) - sizes[0]
             assert len(paths) == 1 + 2 * 50
         else:
             # Chunks with rows of the range, and no others.

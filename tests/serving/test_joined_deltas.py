@@ -159,7 +159,7 @@ def test_changes_of_many_tables_are_those_of_each(
     assert {name: content(change) for name, change in found.changes.items()} == {
         name: content(change) for name, change in expected.changes.items()
     }
-    assert (found.recorded, found.rows, found.bytes) == (expected.recorded, expected.rows, expected.bytes)
+    assert (found.recorded, found.rows, found.size_bytes) == (expected.recorded, expected.rows, expected.size_bytes)
     assert [*found.exact_rows] == [*expected.exact_rows]
     moves.consumer.go(store, [store.head()])  # looks at every row
 

@@ -249,7 +249,7 @@ def test_counts_add_up(training: Training) -> None:
         assert (metrics.polls, metrics.updates, metrics.rows) == (3, 3, 9)
         assert (metrics.lookups, metrics.errors, metrics.refused, metrics.error) == (2, 0, 0, None)
         assert metrics.load_s > 0
-        assert metrics.bytes > 0
+        assert metrics.size_bytes > 0
         assert metrics.apply_s > 0
         assert metrics.age_s >= 0
         assert (metrics.version, metrics.step) == (loader.version, 3)

@@ -127,7 +127,7 @@ class LoaderMachine(MaintainedStoreMachine):
             assert poll.error is None
             assert loader.version == wanted
             assert loader.staleness_s == 0
-        assert poll.is_updated or (poll.rows, poll.bytes) == (0, 0)
+        assert poll.is_updated or (poll.rows, poll.size_bytes) == (0, 0)
         before = len(follower.fs.calls)
         again = loader.poll()
         assert not again.is_updated

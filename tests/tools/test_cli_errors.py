@@ -257,6 +257,9 @@ def test_a_cause_is_named_once() -> None:
     cause = ConnectionRefusedError("nobody listens")
     storage = errors.StorageFailure("a read failed (ConnectionRefusedError)")
     missing = errors.MissingDependency("install x")
+    full = errors.StorageFailure("writing 'x' failed (ConnectionRefusedError, ECONNREFUSED)")
+    full.__cause__ = cause
+    assert full_message(full) == "writing 'x' failed (ConnectionRefusedError, ECONNREFUSED): nobody listens"
     torn, path = errors.CorruptRecord("record 7: expected ':'"), errors.BadInput("cannot write p: No such file")
     storage.__cause__, missing.__cause__ = cause, ModuleNotFoundError("No module named 'x'")
     torn.__cause__, path.__cause__ = ValueError("expected ':'"), FileNotFoundError(2, "No such file", "p")

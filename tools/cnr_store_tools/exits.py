@@ -188,7 +188,7 @@ def full_message(error: CnrStoreError) -> str:
         return error.message
     cause = cause_text(error.__cause__)
     name = type(error.__cause__).__name__
-    if f"({name})" in error.message:  # as the storage writes it
+    if f"({name})" in error.message or f"({name}, " in error.message:  # as the storage writes it
         cause = cause.removeprefix(name).removeprefix(": ")
     return error.message if cause in error.message else f"{error.message}: {cause}"
 

@@ -95,7 +95,7 @@ def value_text(name: str, value: Any) -> str:
         return ""
     if name == "ratio":
         return ratio_text(value)
-    if name == "bytes" or name.endswith("_bytes"):
+    if name.endswith("_bytes"):
         return size_text(value)
     if name.endswith("_ms"):
         return seconds_text(value)

@@ -94,7 +94,7 @@ class TableUpdates:
         its state digests.
     rows
         Number of rows that were changed or loaded.
-    bytes
+    size_bytes
         Stored bytes of the chunks that were needed.
     """
 
@@ -102,7 +102,7 @@ class TableUpdates:
     exact_rows: dict[str, ExactRows] = field(default_factory=dict)
     recorded: Manifest | None = None
     rows: int = 0
-    bytes: int = 0
+    size_bytes: int = 0
 
 
 def update_tables(
@@ -167,8 +167,8 @@ def update_tables(
                 continue
             schema = schemas[name]
             found = loaded.get(name) or updater.update(name, schema, options, tables.get(name))
-            bytes_read += updater.bytes
-            updater.bytes = 0
+            bytes_read += updater.size_bytes
+            updater.size_bytes = 0
             if found is None:
                 continue
             result.changes[name] = found.change
@@ -177,7 +177,7 @@ def update_tables(
             if kind.kept_as == "codes":
                 check_exact_rows(kind, found.exact_rows, name)
                 result.exact_rows[name] = found.exact_rows
-        return replace(result, rows=rows, bytes=bytes_read)
+        return replace(result, rows=rows, size_bytes=bytes_read)
 
 
 def whole_digest(manifest: Manifest, table: str) -> int | None:
@@ -196,7 +196,7 @@ class _Updater:
     """One update, table by table."""
 
     def __init__(self, snapshot: Snapshot, plan: UpdatePlan, recorded: Manifest | None, memory: Memory) -> None:
-        self.bytes = 0
+        self.size_bytes = 0
         self._snapshot = snapshot
         self._readers = snapshot.readers
         self._workers: Workers = snapshot.workers
@@ -251,7 +251,7 @@ class _Updater:
                 chosen[name] = schemas[name], row_kind(schemas[name], options.served, options.kept_as)
         with self._memory.attempt():
             found = load_together(self._readers, chosen, self._workers, memory=self._memory)
-        self.bytes += sum(size for _, size in found.values())
+        self.size_bytes += sum(size for _, size in found.values())
         return {name: Difference(one.base, one.exact_rows) for name, (one, _) in found.items()}
 
     def _check_stored(self, name: str, options: ServeAs) -> None:
@@ -343,7 +343,7 @@ class _Updater:
             for step in batch.steps:
                 for array in step.row_list.group:
                     if not array.startswith("slots/"):
-                        self.bytes += readers[step.segment].chunk_bytes(step.row_list.array(array), step.chunk)
+                        self.size_bytes += readers[step.segment].chunk_bytes(step.row_list.array(array), step.chunk)
 
 
 class _TableBuild:

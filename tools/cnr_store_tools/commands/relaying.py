@@ -130,7 +130,7 @@ def _sentence(report: RelayReport) -> str:
         return "nothing was saved yet"
     parts = [
         f"version {report.version}", count_text(report.versions, "version"), count_text(report.segments, "segment"),
-        count_text(report.objects, "object"), size_text(report.bytes),
+        count_text(report.objects, "object"), size_text(report.size_bytes),
     ]  # fmt: skip
     if report.skipped:
         parts.append(f"{count_text(report.skipped, 'position')} without data")
