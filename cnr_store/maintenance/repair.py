@@ -75,7 +75,7 @@ class RepairReport(ShownReport):
     newest
         The highest log position before the repair.
     target
-        The version whose state the store continues from; None if no version is intact.
+        The version whose state the store continues from, be it empty; None if no version is intact.
     actions
         The actions in order; empty if there is nothing to repair.
     torn
@@ -230,6 +230,8 @@ def repair_store(
             check_clock(store.storage, now_ms)
         ts_ms = now_ms if is_time_wrong else 0
         actions = tuple(_carry_out(store, action, end, whole, ts_ms) for action in actions)
+    if whole is None and end.last is not None and not end.last.record.chain and not end.torn and not found.rejected:
+        whole = end.last.record  # nothing was saved yet, so nothing is lost
     torn = {layout.commit_key(version, prefix) for version in end.torn_positions}
     mended = {hint_key, *zarr_groups(), end.lost, *torn}
     return RepairReport(

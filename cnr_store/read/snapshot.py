@@ -234,8 +234,9 @@ class Snapshot(ProcessBound):
         for name in names:
             if name not in held:
                 raise TableNotFound(
-                    f"version {self.version} has no dense tensor {name!r}", table=name, version=self.version
-                )
+                    f"version {self.version} has no dense tensor {name!r}; it has {sorted(held)}",
+                    table=name, version=self.version,
+                )  # fmt: skip
             found[name] = held[name]
         return found
 
@@ -276,7 +277,10 @@ class Snapshot(ProcessBound):
         """
         entry = self.readers[-1].manifest.documents.get(name) if self.readers else None
         if entry is None:
-            raise TableNotFound(f"version {self.version} has no document {name!r}", path=name, version=self.version)
+            raise TableNotFound(
+                f"version {self.version} has no document {name!r}; it has {sorted(self.documents)}",
+                path=name, version=self.version,
+            )  # fmt: skip
         holder = next(one for one in self.readers if one.name == entry.segment)
         return document_tree.decode(holder.read_document(name), tensor_hook)
 

@@ -12,7 +12,7 @@ from cnr_store.format.notes import metrics_of
 from cnr_store.format.records import CommitRecord, Cursor
 from cnr_store.log.at_time import newest_at
 from cnr_store.log.author import writer_info
-from cnr_store.log.clock import ms_of
+from cnr_store.log.clock import ms_of, text_of
 from cnr_store.log.leases import Lease, put_cursor, take_lease
 from cnr_store.log.retention import KeepBest
 from cnr_store.read.snapshot import Snapshot
@@ -67,10 +67,13 @@ class Versions:
         """Return the live version with the best value of a metric."""
         newest = self._internals.entry(head.v)
         records = (entry.record for entry in self._walk(newest))
-        found = rule.chosen((record.v, metrics_of(record)) for record in records if is_live(head, record.v))
+        versions = [(record.v, metrics_of(record)) for record in records if is_live(head, record.v)]
+        found = rule.chosen(versions)
         if not found:
+            there_are = sorted({name for _, metrics in versions for name in metrics})
             raise VersionNotFound(
-                f"no version of {self._internals.place} has the metric {rule.metric!r}", found=rule.metric
+                f"no version of {self._internals.place} has the metric {rule.metric!r}; the metrics are {there_are}",
+                found=rule.metric,
             )
         return found[0]
 
@@ -116,7 +119,7 @@ class Versions:
             if relay is not None and log.first > 0:
                 raise relay.not_held(log.first - 1)
             raise VersionNotFound(
-                f"{self._internals.place} has no version at or before time {time_ms} ms", found=time_ms
+                f"{self._internals.place} has no version at or before {text_of(time_ms)}", found=time_ms
             )
         return found
 

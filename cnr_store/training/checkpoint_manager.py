@@ -196,7 +196,7 @@ class CheckpointManager(Closing):
         BackgroundSaveFailed
             An earlier save failed; its rows are saved with the next one. All ranks raise together, at the next save.
         BadInput
-            Without a reader, no ``reader_state`` although an earlier step had one; the step is not counted.
+            ``step`` is no number; without a reader, no ``reader_state`` although an earlier step had one. Not counted.
         Conflict
             In the first step after a restore: another training (it is named) has saved since. Nothing was written.
         SaveInProgress
@@ -204,7 +204,7 @@ class CheckpointManager(Closing):
         SystemExit
             After SIGTERM, with ``save_on_sigterm=True``.
         """
-        self._position.check_given(reader_state)
+        self._position.check_given(step, reader_state)
         if self._training.intervals is not None:
             self._training.intervals.trained()
         self._position.advance(step, reader_state)

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from cnr_store.errors import BadInput
+from cnr_store.format.limits import MAX_INTEGER
 from cnr_store.runtime.arguments import checked_count
 from cnr_store.runtime.caller import warn_caller
 from cnr_store.runtime.ranks import Ranks, together
@@ -39,13 +40,15 @@ class TrainingPosition:
     given_state: Any = None
     restored_state: Any = None
 
-    def check_given(self, reader_state: Any) -> None:
-        """Return if the next step has a reader state, if earlier steps had one.
+    def check_given(self, step: int | None, reader_state: Any) -> None:
+        """Return if the next step is a number, and has a reader state if earlier steps had one.
 
         Raises
         ------
         BadInput
         """
+        if step is not None:
+            checked_count("step", step, most=MAX_INTEGER)
         if reader_state is None and self.reader is None and self.given_state is not None:
             raise BadInput(
                 f"the step after {self.step} has no reader_state, but an earlier one had; give it at every step, or "
@@ -111,6 +114,8 @@ class SaveSchedule:
 
     def is_due(self, step: int, now_s: float) -> bool:
         """Return whether a save is due at a step, at a monotonic time in seconds."""
+        if step < self.last_step:  # the caller counts anew, as in each epoch
+            self.last_step = step
         every_steps = self.every_steps if self.auto is None else self.auto.interval.every_steps
         if every_steps is not None and step - self.last_step >= every_steps:
             self._is_due = True

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.errors import BadInput, PathExists, TableNotFound, Unsupported
+from cnr_store.errors import BadInput, PathExists, TableNotFound, Unsupported, VersionNotFound
 from cnr_store.format.documents import canonical_json
 from cnr_store.format.layout import encode_name
 from cnr_store.read.snapshot import Snapshot
@@ -112,6 +112,8 @@ def export_snapshot(
 
     Raises
     ------
+    VersionNotFound
+        Nothing was saved yet at this version.
     TableNotFound
         A name or pattern matches no table.
     PathExists
@@ -129,6 +131,11 @@ def export_snapshot(
         raise BadInput(f"format is {format!r}; give one of {sorted(writers)}", found=format)
     if not target.name:
         raise BadInput(f"path {str(path)!r} has no file or folder name; give the path to write", path=str(path))
+    if snapshot.is_empty:
+        raise VersionNotFound(
+            f"nothing was saved yet at version {snapshot.version}, so there is nothing to export",
+            version=snapshot.version,
+        )
     with failing_at(target, "written"):
         _check_target(target, format, overwrite=overwrite)
     chosen = matching_tables(snapshot, tables)

@@ -54,7 +54,7 @@ class Writer(Closing):
     """
 
     def __init__(self, state: WriterState) -> None:
-        self._state = state
+        self._state, self._is_closed = state, False
         if not state.head.record.chain:
             state.snapshot = state.snapshot_of(state.head)
 
@@ -70,6 +70,7 @@ class Writer(Closing):
 
     def close(self) -> None:
         """Free the mirrors. Uncommitted work is lost; a second call does nothing."""
+        self._is_closed = True
         self.mirrors.clear()
         self._state.snapshot = None
         self._state.open = None
@@ -172,7 +173,7 @@ class Writer(Closing):
             Outputs filled so far hold undefined values.
         """
         state = self._state
-        self._refuse_unsettled()
+        self._check_usable()
         loaded: list[Snapshot] = []
         has_epoch = state.succession is None
         attempts = _RESTORES if has_epoch else 1
@@ -344,7 +345,7 @@ class Writer(Closing):
     def _begin_request(self, step: int, kind: CommitKind, base: Base) -> dict[str, Any]:
         """What this rank wants to begin, if it can."""
         state = self._state
-        self._refuse_unsettled()
+        self._check_usable()
         step = checked_count("step", step, most=MAX_INTEGER)
         checked_choice("kind", kind, get_args(CommitKind))
         checked_choice("base", base, get_args(Base))
@@ -394,7 +395,9 @@ class Writer(Closing):
         pending = self._state.pending
         return None if pending is None else pending.settle()
 
-    def _refuse_unsettled(self) -> None:
+    def _check_usable(self) -> None:
+        if self._is_closed:
+            raise BadInput("the writer is closed; open another")
         pending = self._state.pending
         if pending is not None:
             raise CommitStateUnknown(

@@ -106,6 +106,18 @@ def test_what_does_not_exist_is_told_with_what_does(root: Path, arguments: str, 
     assert message in done.err
 
 
+def test_a_store_without_a_save_is_whole_and_has_nothing_to_export(tmp_path: Path) -> None:
+    """`repair` said that no version is undamaged, with exit code 1; `export` wrote a file without a tensor."""
+    Store.create(str(tmp_path / "s"), fsync=False).close()
+
+    repaired, exported = cnr("repair", tmp_path / "s"), cnr("export", tmp_path / "s", tmp_path / "out.safetensors")
+
+    assert (repaired.code, repaired.out) == (0, f"{tmp_path / 's'}: nothing to repair\n")
+    assert exported.code == 3
+    assert "nothing was saved yet at version 0, so there is nothing to export" in exported.err
+    assert not (tmp_path / "out.safetensors").exists()
+
+
 @pytest.mark.parametrize("arguments", ["diff s -1 2", "rollback s -1"])
 def test_a_number_that_reads_as_an_option_is_explained(arguments: str) -> None:
     """It said "No such option: -1"."""

@@ -73,7 +73,7 @@ def test_the_best_version_is_found_by_a_metric(root: Path) -> None:
         assert store.best("auc").step == 4  # of equal values the newer
         assert store.best("loss", best="smallest").step == 4
         assert store.best("loss").step == 5
-        with pytest.raises(VersionNotFound, match="accuracy"):
+        with pytest.raises(VersionNotFound, match=r"'accuracy'; the metrics are \['auc', 'loss'\]"):
             store.best("accuracy")
         with pytest.raises(BadInput):
             store.best("auc", best="newest")  # type: ignore[arg-type]

@@ -366,6 +366,22 @@ def test_a_manager_that_only_the_caller_saves_says_so_if_it_never_did(
     assert not is_silent or "nothing was saved" not in caplog.text
 
 
+def test_steps_that_are_counted_anew_are_saved_as_often(backend: Backend) -> None:
+    """After an epoch of 100 steps no save of the next was due, where a loop gives step() its number in the epoch."""
+    _, training, manager = begun(backend, every_steps=2)
+    for _ in range(2):
+        for number in range(5):
+            training.train(number)
+            manager.step(number)
+            manager.wait_until_finished()
+
+    assert [report.step for report in manager.history] == [2, 4, 2, 4]
+    for wrong in (-1, 1.5, "2"):
+        with pytest.raises(BadInput, match=r"step must be a whole number .* found"):
+            manager.step(wrong)  # type: ignore[arg-type]
+    assert manager.current_step == 4
+
+
 def test_the_loop_ends_only_behind_its_save(backend: Backend) -> None:
     """step() said after SIGTERM that the state was saved although it had waited for a step boundary."""
     store, training, manager = begun(backend)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cnr_store import Store, TableOptions, Writer
-from cnr_store.errors import BadShape, DoesNotApply
+from cnr_store.errors import BadInput, BadShape, DoesNotApply
 from cnr_store.maintenance.compaction import compact_run
 
 ROWS = np.array([1, 3], np.int64)
@@ -53,3 +53,14 @@ def test_a_failed_restore_of_another_chain_leaves_no_state_to_continue(store: St
             writer.restore({"a": {"values": np.empty((4, 2), np.float32)}})
         with pytest.raises(DoesNotApply):
             writer.begin(step=3)
+
+
+def test_a_closed_writer_says_so(store: Store) -> None:
+    """It said that its mirrors are not the head's state; a baseline was written all the same."""
+    with store.writer() as writer:
+        fill(writer)
+
+    with pytest.raises(BadInput, match="the writer is closed"):
+        writer.begin(step=3, kind="baseline")
+    with pytest.raises(BadInput, match="the writer is closed"):
+        writer.restore()
