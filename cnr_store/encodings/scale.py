@@ -191,7 +191,7 @@ def warmup() -> None:
     measure_scales([RowSample(rows, "float32")], "float32", 8, held=[None])
 
 
-def spread_over_cells(rows: Float32s, scale: float, *, seed: int = 0) -> Float32s:
+def spread_over_cells(rows: Float32s, scale: float) -> Float32s:
     """Return rows as they may have been before a lattice of this scale rounded them; others as they are.
 
     A restored row lies on the lattice, and so says nothing about what a finer one would cost: affine rows with as many
@@ -208,7 +208,7 @@ def spread_over_cells(rows: Float32s, scale: float, *, seed: int = 0) -> Float32
     step = check_scale(scale)
     on_lattice = (rows == step * np.rint(rows / step)).all(axis=1) & rows.any(axis=1)
     spread = rows.copy()
-    moved = np.random.default_rng(seed).random((int(on_lattice.sum()), rows.shape[1]), np.float32) - np.float32(0.5)
+    moved = np.random.default_rng(0).random((int(on_lattice.sum()), rows.shape[1]), np.float32) - np.float32(0.5)
     spread[on_lattice] += step * moved
     return spread
 

@@ -147,14 +147,7 @@ def take_lease(
 
 
 def put_cursor(
-    storage: Storage,
-    log: LogReader,
-    name: str,
-    version: int,
-    *,
-    ttl_s: float | None,
-    holder: str,
-    clock_ms: Callable[[], int] = wall_ms,
+    storage: Storage, log: LogReader, name: str, version: int, *, ttl_s: float | None, holder: str
 ) -> Cursor:
     """Create or move a consumer's cursor: it keeps ``version`` and all later ones. Blocks.
 
@@ -169,7 +162,7 @@ def put_cursor(
     check_name(name)
     if ttl_s is not None:
         _check_ttl(ttl_s)
-    key, now_ms, branch = cursor_key(name), clock_ms(), branch_of(log.prefix)
+    key, now_ms, branch = cursor_key(name), wall_ms(), branch_of(log.prefix)
     before = storage.read_document(key, MAX_SMALL_BYTES)
     if before is not None and (other := _decode_cursor(before, key)).branch != branch:
         raise BadInput(f"cursor {name!r} is used on another branch ({other.branch or 'none'}); choose another name")

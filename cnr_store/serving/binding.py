@@ -88,11 +88,6 @@ class ModuleBinding:
         """Dense tensors of the store that the module shows."""
         return set(self._dense.values())
 
-    @property
-    def adopted(self) -> set[str]:
-        """Tensors of the module whose memory is the base rows."""
-        return set(self._adopted)
-
     def check(self, tables: Mapping[str, ServedTable], dense: Mapping[str, DenseEntry]) -> None:
         """Refuse a version that the module cannot show. No I/O.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from cnr_store.errors import BadInput, CnrStoreError, StorageFailure, VersionExpired, VersionNotFound
@@ -61,12 +61,9 @@ class RegisteredCursor:
         The version at which the store has it; None if it is not registered.
     """
 
-    def __init__(
-        self, store: Store, name: str | None, ttl_s: float | None, *, monotonic_s: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, store: Store, name: str | None, ttl_s: float | None) -> None:
         self.version: int | None = None
         self._store, self._name, self._ttl_s = store, name, ttl_s
-        self._monotonic_s = monotonic_s
         self._at_s = 0.0
 
     def put(self, version: int) -> bool:
@@ -93,20 +90,20 @@ class RegisteredCursor:
             self.move(self.version)
 
     def _is_due(self, version: int) -> bool:
-        age_s = self._monotonic_s() - self._at_s
+        age_s = time.monotonic() - self._at_s
         return version != self.version or (self._ttl_s is not None and age_s >= self._ttl_s / _RENEWALS_PER_TTL)
 
     def _register(self, version: int) -> None:
         if self._name is not None:
             self._store.register_cursor(self._name, version, ttl_s=self._ttl_s)
-            self.version, self._at_s = version, self._monotonic_s()
+            self.version, self._at_s = version, time.monotonic()
 
 
 class FollowingCursor(RegisteredCursor):
     """The cursor of a loader. If it cannot be registered, the loader continues without it."""
 
-    def __init__(self, store: Store, name: str, *, monotonic_s: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(store, name, CURSOR_S, monotonic_s=monotonic_s)
+    def __init__(self, store: Store, name: str) -> None:
+        super().__init__(store, name, CURSOR_S)
         self._failed: tuple[int, float] | None = None
         """The version at which it could not be registered, and when."""
 
@@ -118,7 +115,7 @@ class FollowingCursor(RegisteredCursor):
         BadInput
             The name is invalid, or is a cursor of another branch.
         """
-        now = self._monotonic_s()
+        now = time.monotonic()
         if self._failed is not None and version == self._failed[0] and now - self._failed[1] < CURSOR_RETRY_S:
             return
         if not self._is_due(version):

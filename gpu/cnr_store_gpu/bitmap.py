@@ -494,15 +494,13 @@ class DeviceBitmaps:
     ----------
     tables
         (rows, device) of each table, by name. Tables of one device share one bitmap, in this order.
-    on_host
-        As for ``RowBitmap``.
     """
 
-    def __init__(self, tables: Mapping[str, tuple[int, torch.device]], *, on_host: bool | None = None) -> None:
+    def __init__(self, tables: Mapping[str, tuple[int, torch.device]]) -> None:
         rows: dict[torch.device, dict[str, int]] = {}
         for table, (num_rows, device) in tables.items():
             rows.setdefault(device, {})[table] = num_rows
-        self._bitmaps = {device: RowBitmap(own, device, on_host=on_host) for device, own in rows.items()}
+        self._bitmaps = {device: RowBitmap(own, device) for device, own in rows.items()}
         self._by_table = {table: self._bitmaps[device] for table, (_, device) in tables.items()}
 
     @property

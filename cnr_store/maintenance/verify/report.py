@@ -135,9 +135,9 @@ class Findings:
                 self._seen.add(key)
                 self.problems.append(replace(problem, branch=self.branch))
 
-    def add_error(self, error: CnrStoreError, path: str, versions: tuple[int, ...], table: str | None = None) -> None:
+    def add_error(self, error: CnrStoreError, path: str, versions: tuple[int, ...]) -> None:
         """Add an error as a problem of the object at ``path``."""
-        self.add(Problem(error.kind, path, versions, _ADVICE.sub("", error.message), table or error.table))
+        self.add(Problem(error.kind, path, versions, _ADVICE.sub("", error.message), error.table))
 
     def affects(self, path_start: str) -> bool:
         """Return whether an object whose key begins with ``path_start`` has a problem."""

@@ -52,18 +52,11 @@ class Difference:
     exact_rows: ExactRows
 
 
-def reread_rows(
-    readers: Sequence[ChunkReader],
-    served: ServedTable,
-    rows: RowIds,
-    workers: Workers,
-    *,
-    memory: Memory = ANONYMOUS,
-) -> Difference:
+def reread_rows(readers: Sequence[ChunkReader], served: ServedTable, rows: RowIds, workers: Workers) -> Difference:
     """Return an overlay of ``rows`` (sorted, unique, of the shard) as of the chain's last segment; blocks.
 
     Rows that the version does not have become absent. If rows are found by position, the table has as many as
-    ``served``. Memory: the overlay, and three times `READ_BYTES`.
+    ``served``. Memory: the overlay, in this process, and three times `READ_BYTES`.
 
     Raises
     ------
@@ -73,13 +66,12 @@ def reread_rows(
     """
     kind, schema = served.kind, readers[-1].manifest.tables[served.name]
     found = _Differing(served, workers)
-    with memory.attempt():
-        plan = plan_table([reader.manifest for reader in readers], served.name, rows=rows)
-        for low, high in blocks(len(rows), max(1, READ_BYTES // (4 * kind.dim))):
-            part = rows[low:high]
-            out = np.empty((len(part), kind.width), served.base.rows.dtype)
-            found.put(part, read_content(readers, plan, part, kind, workers, out))
-        return found.difference(schema, memory)
+    plan = plan_table([reader.manifest for reader in readers], served.name, rows=rows)
+    for low, high in blocks(len(rows), max(1, READ_BYTES // (4 * kind.dim))):
+        part = rows[low:high]
+        out = np.empty((len(part), kind.width), served.base.rows.dtype)
+        found.put(part, read_content(readers, plan, part, kind, workers, out))
+    return found.difference(schema, ANONYMOUS)
 
 
 def compare_table(
