@@ -138,7 +138,8 @@ def test_a_rank_killed_at_any_of_fifty_calls_leaves_the_last_version_whole(
             failures.append(f"rank {rank} {when} call {index} ({calm.calls[rank][index]}): {error}")
             continue
         steps[step] += 1
-        calls[f"rank {rank}: {call.split(' ')[0]} {call.rsplit('/', 1)[1]}"] += 1
+        verb, path = call.split(" ", 1)
+        calls[f"rank {rank}: {verb} {path.rsplit('/', 1)[-1]}"] += 1
     counts = [
         f"{len(places)} kills, {len(failures)} failures; by restored step {dict(steps)}",
         *map(str, calls.items()),
