@@ -7,6 +7,7 @@ the batches of all ranks, so the ranks exchange its marks, once per save: its ow
 from __future__ import annotations
 
 import base64
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +43,11 @@ from cnr_store_gpu import Cumulative, LatticeCodes, RowRequest, StagingBuffers, 
 from cnr_store_gpu.bitmap import TakenRows
 from cnr_store_gpu.words import Words, rows_of
 
+_COMPARED = 8
+"""Rows by which the copies of a table are compared."""
+_UNLIKE = 1e-3
+"""Largest difference of two copies of a row, as a share of its absolute sum: order of summation, not other values."""
+
 
 @dataclass(slots=True, eq=False)
 class SaveStager:
@@ -67,6 +73,7 @@ class SaveStager:
     buffers: StagingBuffers = field(default_factory=StagingBuffers)
     _trainer: KeptDocument = field(default_factory=KeptDocument)
     _tables: OwnedTables | None = None
+    _has_compared: bool = False
 
     def begin_reading(self, transaction: Transaction, writer: Writer, plan: SavePlan) -> LiveRead | None:
         """Return what can be read while the training continues; None if the save writes no table whole.
@@ -135,6 +142,9 @@ class SaveStager:
             # Here, so that a rank that cannot take part is known to the others before they stage anything.
             marked = union_of(together(training.control, share))
             if marked:
+                if not self._has_compared:
+                    warn_of_unlike_copies(training, marked)
+                    self._has_compared = True
                 owned = {name: own.key.table for name, own in training.holdings.owned.items()}
                 taken = dict(taken)
                 for name in [name for name, table in owned.items() if table in marked]:
@@ -270,6 +280,37 @@ def union_of(answers: Iterable[Mapping[str, str]]) -> dict[str, Words]:
             words = np.frombuffer(base64.b85decode(text), np.uint32)
             union[table] = words | union[table] if table in union else words
     return union
+
+
+def warn_of_unlike_copies(training: LiveTraining, marked: Mapping[str, Words]) -> None:
+    """Warn on rank 0 if ranks have different rows of tables that count as copies. Blocks; all ranks call it.
+
+    A table that a training of its own divides among ranks, under one name, would lose the rows of all but one rank.
+    """
+
+    def sums() -> dict[str, list[list[float]]]:
+        found = {}
+        for shard in training.holdings.shards:
+            if shard.table in marked:
+                rows = torch.from_numpy(rows_of(marked[shard.table])[:_COMPARED]).to(shard.weight.device)
+                values = shard.weight.index_select(0, rows).double()
+                found[shard.table] = [values.sum(1).tolist(), values.abs().sum(1).tolist()]
+        return found
+
+    unlike: set[str] = set()
+    first: dict[str, Any] = {}
+    for answer in together(training.control, sums):
+        for table, found in answer.items():
+            (here, size), (there, _) = np.asarray(found), np.asarray(first.setdefault(table, found))
+            if (np.abs(here - there) > _UNLIKE * size).any():
+                unlike.add(table)
+    if unlike and training.control.rank == 0:
+        warnings.warn(
+            f"ranks have different rows of {sorted(unlike)[:5]} ({len(unlike)} tables): what several ranks have under "
+            "one name counts as copies of a table, and one rank's rows are saved. Give the parts of a divided table "
+            "other names, or make it a cnr_store.communication.SplitTable; average the gradients of copies",
+            RuntimeWarning, stacklevel=2,
+        )  # fmt: skip
 
 
 def taken_words(name: str, num_rows: int, words: Words) -> Taken:

@@ -303,3 +303,22 @@ def what_is_divided_among_ranks_is_refused(place: Place) -> None:
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adagrad, lr=0.1)
     with pytest.raises(Unsupported, match="'optimizer 0' is a ZeroRedundancyOptimizer"):
         CheckpointManager(place.url("divided"), model=model, optimizer=optimizer)
+
+
+@scenario(1, 2)
+def parts_of_a_table_under_one_name_are_told_of(place: Place) -> None:
+    """A training that divides a table by itself lost the rows of all ranks but one without a word."""
+    torch.manual_seed(0)
+    model = nn.EmbeddingBag(6, 4, mode="sum")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told: list[str] = []
+    with CheckpointManager(place.url("parts"), model=model, optimizer=optimizer, options=EXACT) as manager:
+        for _ in range(2):
+            model(torch.tensor([[place.rank, 2]])).sum().backward()
+            optimizer.step()
+            manager.step()
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                manager.save()
+            told += [str(one.message) for one in found if "ranks have different rows" in str(one.message)]
+    assert len(told) == (place.rank == 0)
