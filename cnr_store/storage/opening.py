@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -29,16 +29,24 @@ from cnr_store.storage.remote import (
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)(://|::)")
 _LOCAL = frozenset({"file", "local"})
 _CACHING = frozenset({"simplecache", "filecache", "blockcache", "cached"})
-_S3 = frozenset({"s3", "s3a"})
-_GCS = frozenset({"gs", "gcs"})
-_AZURE = frozenset({"abfs", "az", "abfss", "adl"})
-_EXTRAS = {**dict.fromkeys(_S3, "s3"), **dict.fromkeys(_GCS, "gcs"), **dict.fromkeys(_AZURE, "azure")}
 _PACKAGES = {"http": "aiohttp", "https": "aiohttp"}
-_DRIVERS: tuple[tuple[frozenset[str], type[RemoteStorage]], ...] = (
-    (_S3, S3Storage),
-    (_GCS, GcsStorage),
-    (_AZURE, AzureStorage),
+
+
+class _Driver(NamedTuple):
+    """A package that creates objects exclusively, the extra of this library that installs it, and its protocols."""
+
+    package: str
+    extra: str
+    protocols: frozenset[str]
+    storage: type[RemoteStorage]
+
+
+_DRIVERS = (
+    _Driver("s3fs", "s3", frozenset({"s3", "s3a"}), S3Storage),
+    _Driver("gcsfs", "gcs", frozenset({"gs", "gcs"}), GcsStorage),
+    _Driver("adlfs", "azure", frozenset({"abfs", "az", "abfss", "adl"}), AzureStorage),
 )
+_EXTRAS = {protocol: driver.extra for driver in _DRIVERS for protocol in driver.protocols}
 
 
 def open_storage(
@@ -112,7 +120,7 @@ def _check_address(place: str, scheme: str, match: re.Match[str] | None) -> None
                 found=before,
             )
     elif scheme in known and place[match.end() :][:1] in ("", "/"):
-        what = "host" if scheme in _PACKAGES else "container" if scheme in _AZURE else "bucket"
+        what = "host" if scheme in _PACKAGES else "container" if _EXTRAS.get(scheme) == "azure" else "bucket"
         raise BadInput(f"{redact_url(place)} names no {what}: {scheme}://{what.upper()}/PATH", found=redact_url(place))
     elif scheme in _LOCAL and place[match.end() :][:1] != "/":
         path = place[match.end() :]
@@ -199,14 +207,12 @@ def _known_kind(fs: fsspec.AbstractFileSystem) -> type[RemoteStorage] | None:
         return MemoryStorage
     if type(fs).__module__ == "fsspec.implementations.http":
         return HttpStorage
-    for names, kind in _DRIVERS:
-        # Check protocol and module: another driver that registers "s3" may behave differently.
-        if names.intersection(_protocols(fs)) and type(fs).__module__.partition(".")[0] in _MODULES:
-            return kind
+    package = type(fs).__module__.partition(".")[0]
+    for driver in _DRIVERS:
+        # Check protocol and package: another driver that registers "s3" may behave differently.
+        if package == driver.package and driver.protocols.intersection(_protocols(fs)):
+            return driver.storage
     return None
-
-
-_MODULES = frozenset({"s3fs", "gcsfs", "adlfs"})
 
 
 def _protocols(fs: fsspec.AbstractFileSystem) -> tuple[str, ...]:
