@@ -244,15 +244,15 @@ width. They are compared once, however many tables are alike."""
 
 
 def is_plain(part: PartEntry, schema: TableSchema, form: int, fitting: Fitting) -> bool:
-    """Whether a part has differences in one chunk of a whole table, as nearly all of a delta, and no problem.
+    """Whether a part has one list, in one chunk, of a whole table, as nearly all of a delta, and no problem.
 
     False says nothing: `part_problems` does.
     """
-    one = part.add
-    if one is None or part.set is not None or part.delete is not None or part.escape is not None:
+    one, operation = part.add or part.set, "add" if part.set is None else "set"
+    if one is None or (part.add and part.set) or part.delete or part.escape:
         return False
     is_whole = part.rows == (0, schema.num_rows) and part.columns == (0, schema.dim) and schema.keys == "dense"
-    fits = (id(one.group), form, "add", schema.dim) in fitting and len(one.first) == len(one.last) == 1
+    fits = (id(one.group), form, operation, schema.dim) in fitting and len(one.first) == len(one.last) == 1
     if not is_whole or not fits:
         return False
     chunk_rows, first, last = one.group["rows"].chunk_rows, one.first[0], one.last[0]

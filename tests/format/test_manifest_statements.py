@@ -174,7 +174,7 @@ CASES: list[tuple[Document, str]] = [
     ({"kept": ["reader"]}, "kept twice, or kept and stored"),
     ({"kept": ["other"], "small": {"other": RAW}}, "kept twice, or kept and stored"),
     ({"small": {"reader": RAW}}, "'reader' is an object and in the manifest"),
-    ({"small": {"a//b": RAW}}, "a name has 1 to"),
+    ({"small": {"a//b": RAW}}, "matching regex"),
     ({"kept": ["other", "other"]}, "kept twice, or kept and stored"),
 ]  # fmt: skip
 

@@ -134,6 +134,7 @@ def test_a_table_name_of_more_bytes_than_characters_is_refused(store: Store) -> 
 
 
 SPAN = st.tuples(st.integers(0, 5), st.integers(0, 5)).map(sorted).map(tuple)
+OPERATION = st.sampled_from(["add", "add", "set", "set", "delete", "escape"])
 LISTS = st.builds(
     ListLine, group=st.just("a.add-0"), count=st.integers(1, 4),
     first=st.lists(st.integers(-1, 4), max_size=2).map(tuple), last=st.lists(st.integers(0, 5), max_size=2).map(tuple),
@@ -141,11 +142,11 @@ LISTS = st.builds(
 
 
 @given(
-    rows=st.just((0, 4)) | SPAN, columns=st.just((0, 2)) | SPAN, add=LISTS | st.none(), chunk_rows=st.integers(3, 7),
-    keys=st.sampled_from(["dense", "dense", "hashed"]),
+    rows=st.just((0, 4)) | SPAN, columns=st.just((0, 2)) | SPAN, lists=st.dictionaries(OPERATION, LISTS, max_size=2),
+    chunk_rows=st.integers(3, 7), keys=st.sampled_from(["dense", "dense", "hashed"]),
 )  # fmt: skip
 def test_parts_are_told_to_be_plain_if_they_are_whole_and_have_no_problem(
-    rows: Any, columns: Any, add: ListLine | None, chunk_rows: int, keys: Any
+    rows: Any, columns: Any, lists: dict[Any, ListLine], chunk_rows: int, keys: Any
 ) -> None:
     group = {
         name: ArrayEntry(
@@ -154,11 +155,15 @@ def test_parts_are_told_to_be_plain_if_they_are_whole_and_have_no_problem(
         for name, shape in (("rows", (9,)), ("codes", (9, 2)))
     }
     schema = TableSchema(num_rows=4, dim=2, dtype="float32", keys=keys, encoding=Lattice(scale=1.0))
-    entry = None if add is None else RowListEntry(count=add.count, first=add.first, last=add.last, group=group, start=3)
-    part = PartEntry(table="t", rows=rows, columns=columns, add=entry)
-    fitting: Fitting = {(id(group), 0, "add", 2)}
+    entries = {
+        operation: RowListEntry(count=one.count, first=one.first, last=one.last, group=group, start=3)
+        for operation, one in lists.items()
+    }
+    part = PartEntry(table="t", rows=rows, columns=columns, **entries)
+    fitting: Fitting = {(id(group), 0, operation, 2) for operation in lists}
 
     problems = list(part_problems(part, schema, 0, fitting))
 
-    is_whole = (rows, columns, keys) == ((0, 4), (0, 2), "dense") and entry is not None and entry.chunks == 1
-    assert is_plain(part, schema, 0, fitting) == (is_whole and not problems)
+    is_whole = (rows, columns, keys) == ((0, 4), (0, 2), "dense")
+    is_one_chunk = [(operation, entry.chunks) for operation, entry in entries.items()] in ([("add", 1)], [("set", 1)])
+    assert is_plain(part, schema, 0, fitting) == (is_whole and is_one_chunk and not problems)
