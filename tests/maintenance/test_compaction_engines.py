@@ -39,7 +39,7 @@ OTHERS = ["processes", pytest.param(RayPool(), marks=needs_ray, id="ray")]
 @pytest.fixture(autouse=True)
 def many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every table a task of its own."""
-    monkeypatch.setattr(tasks, "PIECE_CHUNKS", 1)
+    monkeypatch.setattr(tasks, "PIECE_BYTES", 1)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -74,7 +74,7 @@ def test_the_independent_reader_reads_what_was_compacted(
 def check_a_life(data: st.DataObject, seed: int, files: Any) -> None:
     life = Life(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tasks, "PIECE_CHUNKS", data.draw(st.sampled_from([1, 64])))
+        patch.setattr(tasks, "PIECE_BYTES", data.draw(st.sampled_from([1, tasks.PIECE_BYTES])))
         is_first = True
         for world in data.draw(st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=3)):
             placements = draw_placement(data.draw, world)

@@ -44,7 +44,7 @@ def of_another_compaction(storage: Any, job: Any, planned: Any, done: Any, manif
     ],
 )
 def test_what_is_not_the_plan_is_not_committed(monkeypatch: pytest.MonkeyPatch, change: Change, says: str) -> None:
-    monkeypatch.setattr(tasks, "PIECE_CHUNKS", 1)  # each table is a task
+    monkeypatch.setattr(tasks, "PIECE_BYTES", 1)  # each table is a task
     store = store_in_memory()
     training = Training(store)
     with store.writer() as writer:
@@ -59,7 +59,7 @@ def test_what_is_not_the_plan_is_not_committed(monkeypatch: pytest.MonkeyPatch, 
 
     assert store.head().digest == before.digest
     monkeypatch.undo()
-    monkeypatch.setattr(tasks, "PIECE_CHUNKS", 1)
+    monkeypatch.setattr(tasks, "PIECE_BYTES", 1)
     report = compact_run(store, run=RUN)
     assert report.outcome == "committed"
     assert report.tasks > 1

@@ -32,12 +32,12 @@ from tests.support.snapshot_bytes import bytes_of
 REPOSITORY = Path(__file__).resolve().parents[2]
 ALL = (0, 4)
 TASKS = 3
-"""Tables of the training, and so tasks of a run while a piece has one chunk."""
+"""Tables of the training, and so tasks of a run while a piece has one byte."""
 
 
 @pytest.fixture(autouse=True)
 def many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "PIECE_CHUNKS", 1)
+    monkeypatch.setattr(tasks, "PIECE_BYTES", 1)
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ from cnr_store import Store
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.maintenance.compaction import tasks
 
-tasks.PIECE_CHUNKS = 1
+tasks.PIECE_BYTES = 1
 
 calls = itertools.count()
 
@@ -174,7 +174,7 @@ def test_a_task_that_lost_its_receipt_is_done_again(
     with pytest.raises(Stopped):
         compact_run(store, run=ALL)
     monkeypatch.undo()
-    monkeypatch.setattr(tasks, "PIECE_CHUNKS", 1)
+    monkeypatch.setattr(tasks, "PIECE_BYTES", 1)
     lease = lease_of(store)
     assert len(lease.done) == TASKS + 1
     store.storage.delete([segment_key(lease.segment, f"r00001-{lease.plan[:8]}.{RECEIPT}")])

@@ -13,9 +13,10 @@ import pytest
 from cnr_store.errors import CorruptStore
 from cnr_store.format.arrays import CHUNK_BYTES
 from cnr_store.format.records import ArrayEntry, ChainEntry, Manifest, PartEntry, RowListEntry, TableSchema
+from cnr_store.maintenance.compaction import tasks as planning
 from cnr_store.maintenance.compaction.plan import Run
 from cnr_store.maintenance.compaction.tasks import (
-    PIECE_CHUNKS,
+    PIECE_BYTES,
     CompactionTask,
     MergePiece,
     check_pieces,
@@ -27,6 +28,7 @@ from cnr_store.maintenance.compaction.tasks import (
 from cnr_store.segment.shards import check_placements
 from cnr_store.types import Affine, Lattice, Raw, Rectangle
 
+PIECE_CHUNKS = PIECE_BYTES // CHUNK_BYTES
 Tile = tuple[tuple[int, int], tuple[int, int]]
 
 
@@ -101,13 +103,17 @@ def whole(num_rows: int, dim: int) -> list[Tile]:
     return [((0, num_rows), (0, dim))]
 
 
-def test_small_tables_share_a_task() -> None:
-    tables = {name: schema_of(10, 4) for name in "abc"}
-    manifests = chain_of(tables, {name: whole(10, 4) for name in "abc"}, {name: whole(10, 4) for name in "abc"})
+def test_small_tables_share_a_task_however_many_they_are() -> None:
+    """With a chunk each for their measure, 300 tables had 5 tasks in a baseline and 47 in a delta of ten."""
+    names = sorted(f"table {k}" for k in range(300))
+    tables = {name: schema_of(10, 4) for name in names}
+    parts = [part_of(name, ((0, 10), (0, 4)), chunks=2) for name in names]
+    first = chain_of(tables, {name: whole(10, 4) for name in names})
+    manifests = [*first, *(manifest_of(index, tables, parts) for index in (1, 2))]
+    pieces = tuple(MergePiece(name, Rectangle((0, 10), (0, 4))) for name in names)
 
-    tasks = plan_tasks(manifests, everything(manifests))
-
-    assert tasks == (CompactionTask(0, tuple(MergePiece(name, Rectangle((0, 10), (0, 4))) for name in "abc"), 3),)
+    assert plan_tasks(manifests, everything(manifests)) == (CompactionTask(0, pieces, 300 * 10 * 4 * 2),)
+    assert plan_tasks(manifests, Run(1, 3, "delta", "")) == (CompactionTask(0, pieces, 300 * 2 * 2 * 4 * 2),)
 
 
 def test_a_large_table_is_cut_at_chunks_into_pieces_of_about_the_same_size() -> None:
@@ -178,10 +184,12 @@ def test_a_new_delta_has_the_parts_of_the_runs_last_segment() -> None:
     assert pieces == [Rectangle(*tile) for tile in dict.fromkeys(shards)]
 
 
-def test_parts_of_a_delta_with_many_chunks_get_tasks_of_their_own() -> None:
+def test_large_parts_of_a_delta_get_tasks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    row_bytes = 4 * 2
+    monkeypatch.setattr(planning, "PIECE_BYTES", 64 * row_bytes)
     tables = {"t": schema_of(100, 4), "u": schema_of(100, 4)}
     shards: list[Tile] = [((0, 30), (0, 4)), ((30, 100), (0, 4))]
-    large = [part_of("t", tile, chunks=PIECE_CHUNKS) for tile in shards]
+    large = [part_of("t", tile, chunks=32) for tile in shards]
     manifests = [
         *chain_of(tables, {"t": whole(100, 4), "u": whole(100, 4)}),
         manifest_of(1, tables, [*large, part_of("u", shards[0], chunks=1)]),

@@ -341,11 +341,11 @@ class _Work:
         return True
 
     def _report_progress(self) -> None:
-        """Tell the caller how many of the run's bytes are merged: the share of the chunks in finished tasks."""
+        """Tell the caller how many of the run's bytes are merged: the share of the codes in finished tasks."""
         total = sum(entry.bytes for entry in self._plan.entries)
-        chunks = sum(task.chunks for task in self._plan.tasks)
-        finished = sum(task.chunks for task in self._plan.tasks if task.index in self._done)
-        self._options.progress("compact", total * finished // chunks if chunks else total, total)
+        size = sum(task.size_bytes for task in self._plan.tasks)
+        finished = sum(task.size_bytes for task in self._plan.tasks if task.index in self._done)
+        self._options.progress("compact", total * finished // size if size else total, total)
 
     def _workers(self) -> AbstractContextManager[Workers]:
         """Return the threads to use in this process: the store's, or new ones if a number was given."""

@@ -14,6 +14,7 @@ from cnr_store.encodings.packing import packed_width
 from cnr_store.errors import CorruptStore
 from cnr_store.format.arrays import chunk_rows_for
 from cnr_store.format.documents import canonical_json, sha256
+from cnr_store.format.limits import CHUNK_BYTES
 from cnr_store.format.manifest import recorded_digest
 from cnr_store.format.records import OPERATIONS, ChainEntry, Manifest, PartEntry, PartPlace, TableSchema
 from cnr_store.maintenance.compaction.plan import Run
@@ -22,8 +23,11 @@ from cnr_store.segment.codes import array_specs
 from cnr_store.segment.shards import whole_of
 from cnr_store.types import Affine, Rectangle
 
-PIECE_CHUNKS = 64
-"""Most chunks of codes in a piece, near 8 MiB each: few enough to distribute and repeat, enough to amortize a task."""
+PIECE_BYTES = 64 * CHUNK_BYTES
+"""Most bytes of codes in a task and a piece: few enough to distribute and repeat, enough to amortize a task.
+
+Bytes, not chunks: hundreds of small tables share one, and each task has chunks and objects of its own for them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +42,13 @@ class MergePiece:
 class CompactionTask:
     """The pieces that one worker writes under one writer's name, with one receipt; ``index`` is that writer's rank.
 
-    ``chunks``: of codes, in the result or in what is merged; a measure of the work, so no part of the plan's digest.
+    ``size_bytes``: of codes, in the result or in what is merged; a measure of the work, so no part of the plan's
+    digest.
     """
 
     index: int
     pieces: tuple[MergePiece, ...]
-    chunks: int
+    size_bytes: int
 
 
 def compactable_run(manifests: Sequence[Manifest], run: Run) -> Run:
@@ -96,14 +101,14 @@ def plan_tasks(manifests: Sequence[Manifest], run: Run) -> tuple[CompactionTask,
         weighed += _baseline_pieces(upto, table) if run.kind == "baseline" else _delta_pieces(upto[run.start :], table)
     dealt: list[list[tuple[MergePiece, int]]] = []
     room = 0
-    for piece, chunks in weighed:
-        if not dealt or chunks > room:
+    for piece, size in weighed:
+        if not dealt or size > room:
             dealt.append([])
-            room = PIECE_CHUNKS
-        dealt[-1].append((piece, chunks))
-        room -= chunks
+            room = PIECE_BYTES
+        dealt[-1].append((piece, size))
+        room -= size
     return tuple(
-        CompactionTask(index, tuple(piece for piece, _ in held), sum(chunks for _, chunks in held))
+        CompactionTask(index, tuple(piece for piece, _ in held), sum(size for _, size in held))
         for index, held in enumerate(dealt)
     )
 
@@ -187,11 +192,11 @@ def _column_ranges(manifest: Manifest, table: str) -> set[tuple[int, int]]:
 
 
 def _baseline_pieces(manifests: Sequence[Manifest], table: str) -> Iterator[tuple[MergePiece, int]]:
-    """Yield the parts of a table in a new baseline with their chunks, by column interval and rows."""
+    """Yield the parts of a table in a new baseline with their bytes, by column interval and rows."""
     last = manifests[-1]
     schema = last.tables[table]
     if schema.keys == "hashed" or schema.num_rows == 0:
-        yield MergePiece(table, whole_of(schema)), sum(_chunks_of(manifest, table) for manifest in manifests)
+        yield MergePiece(table, whole_of(schema)), _bytes_of(manifests, table)
         return
     ends = last.parts_of.get(table, ())
     plan = plan_table(manifests, table)
@@ -212,34 +217,39 @@ def _row_pieces(
     ``times``: number of rows per stored row.
     """
     start, stop = rows
-    chunk_rows = times * chunk_rows_for(stop - start, _code_row_bytes(schema, columns))
+    row_bytes = _code_row_bytes(schema, columns)
+    chunk_rows = times * chunk_rows_for(stop - start, row_bytes)
     chunks = -(-(stop - start) // chunk_rows)
-    chunks_each = -(-chunks // -(-chunks // PIECE_CHUNKS))
+    chunks_each = -(-chunks // -(-chunks // max(1, PIECE_BYTES // CHUNK_BYTES)))
     for low in range(start, stop, chunks_each * chunk_rows):
         high = min(low + chunks_each * chunk_rows, stop)
-        yield MergePiece(table, Rectangle((low, high), columns)), -(-(high - low) // chunk_rows)
+        yield MergePiece(table, Rectangle((low, high), columns)), -(-(high - low) // times) * row_bytes
 
 
 def _delta_pieces(manifests: Sequence[Manifest], table: str) -> Iterator[tuple[MergePiece, int]]:
-    """Yield the parts of a table in a new delta, with the number of chunks read for each."""
+    """Yield the parts of a table in a new delta, with the bytes that are merged for each."""
     last = manifests[-1]
     schema = last.tables[table]
     if schema.keys == "hashed":
-        yield MergePiece(table, whole_of(schema)), sum(_chunks_of(manifest, table) for manifest in manifests)
+        yield MergePiece(table, whole_of(schema)), _bytes_of(manifests, table)
         return
     rectangles = [Rectangle(part.rows, part.columns) for part in last.parts_of.get(table, ())]
     for rectangle in dict.fromkeys(rectangles):
-        yield MergePiece(table, rectangle), sum(_chunks_of(manifest, table, rectangle) for manifest in manifests)
+        yield MergePiece(table, rectangle), _bytes_of(manifests, table, rectangle)
 
 
-def _chunks_of(manifest: Manifest, table: str, rectangle: Rectangle | None = None) -> int:
+def _bytes_of(manifests: Sequence[Manifest], table: str, rectangle: Rectangle | None = None) -> int:
+    """Return the bytes of codes that the row lists of a table have, as if each had all columns of the table."""
     lists = (
         getattr(part, operation)
+        for manifest in manifests
         for part in manifest.parts_of.get(table, ())
         if rectangle is None or _meets(part, rectangle)
         for operation in OPERATIONS
     )
-    return sum(len(row_list.first) for row_list in lists if row_list is not None)
+    schema = manifests[-1].tables[table]
+    rows: int = sum(row_list.count for row_list in lists if row_list is not None)
+    return rows * _code_row_bytes(schema, (0, schema.dim))
 
 
 def _meets(part: PartEntry, rectangle: Rectangle) -> bool:
