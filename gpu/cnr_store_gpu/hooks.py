@@ -393,7 +393,10 @@ class Following:
                 f"{message}; call mark(table, ids) or mark_all(table) where it is written, or reset() after a restore",
                 table=watched.table,
             )
-        warn_caller(f"{message}; all its rows count as changed")
+        warn_caller(
+            f"{message}; all its rows count as changed. Where the writer knows its rows, call mark(table, ids) of the "
+            "tracker (manager.tracker), so that only those do"
+        )
 
     def _explains_writes(self, watched: TrackedTable) -> bool:
         if watched.optimizer is not None:
