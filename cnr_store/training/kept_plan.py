@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from cnr_store.errors import BadInput
 from cnr_store.format.records import TableSchema
 from cnr_store.training.shards import Holdings, RankShard, Slots
 from cnr_store.training.state import (
@@ -269,12 +270,19 @@ class KeptPlan:
     _anew: frozenset[str] = frozenset()
 
     def state_plan(self) -> StatePlan:
-        """Return where each part of the state is now; raises as `plan_state`."""
+        """Return where each part of the state is now.
+
+        Raises
+        ------
+        BadInput
+            As `plan_state`; an embedding is new since the training was attached.
+        """
         if self._plan is not None and self._is_as_before():
             return self._plan
         self._plan = self._structure = self._kept = None
         plan = plan_state(self.model, self.optimizers, self.holdings.shards, self.holdings.tables)
         self._modules = [*self.model.modules()]
+        _refuse_new_tables(self._modules, plan)
         if all(_is_plain(kind) for kind in {*map(type, self._modules)}) and not _has_hooks(self._modules):
             self._structure, self._plan = _structure(self._modules, self.optimizers), plan
         return plan
@@ -324,6 +332,18 @@ class _Tensors:
     lists: TensorLists
     order: list[int]
     weights: npt.NDArray[np.int64]
+
+
+def _refuse_new_tables(modules: Sequence[nn.Module], plan: StatePlan) -> None:
+    """Return if no embedding would be saved as a dense tensor, which no training restores into a table."""
+    dense = {id(tensor): name for name, tensor in plan.dense.items()}
+    weights = [one._parameters.get("weight") for one in modules if isinstance(one, (nn.Embedding, nn.EmbeddingBag))]
+    if found := sorted(dense[id(one)] for one in weights if id(one) in dense):
+        raise BadInput(
+            f"{found[:5]} ({len(found)} embeddings) were added to the model after this manager was made, which follows "
+            "the tables of that time; close it and make a new one, whose next save is a baseline of the live state",
+            found=found,
+        )  # fmt: skip
 
 
 class OwnedTables:

@@ -19,9 +19,9 @@ from torch import nn
 
 from cnr_store import BadInput, TableOptions
 from cnr_store.errors import SaveInProgress, TableNotFound
-from cnr_store.training import CheckpointManager, TrackingOptions
+from cnr_store.training import CheckpointManager, TrackingOptions, load
 from tests.training.faulty_runs import Backend, assert_stored, begun, create
-from tests.training.runs import Training, go_on, manager_of
+from tests.training.runs import Training, assert_same, go_on, manager_of
 
 
 def test_waiting_saves_follow_each_other(backend: Backend) -> None:
@@ -239,6 +239,30 @@ def test_a_declared_parameter_is_a_table(backend: Backend) -> None:
     assert set(head.tables) == {"rows", "tied.weight"}
     assert set(head.dense) == set()
     np.testing.assert_array_equal(head.table("rows").read(), model.rows.detach().cpu().numpy())
+
+
+def test_an_embedding_that_is_added_later_needs_a_new_manager() -> None:
+    """A regression: it was saved as a dense tensor, which no training that has it as a table restored."""
+    model = nn.Sequential(nn.Embedding(9, 2))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+
+    def train(manager: CheckpointManager) -> None:
+        sum(layer(torch.tensor([1, 2])).sum() for layer in model).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        manager.step()
+
+    url, exact = "memory://added-embedding", TableOptions.exact()
+    with CheckpointManager(url, model=model, optimizer=optimizer, every_steps=1, options=exact) as manager:
+        train(manager)
+        model.append(nn.Embedding(5, 2))
+        optimizer.add_param_group({"params": [*model[1].parameters()]})
+        with pytest.raises(BadInput, match=r"\['1.weight'\] \(1 embeddings\) were added.*make a new one"):
+            train(manager)
+    with CheckpointManager(url, model=model, optimizer=optimizer, every_steps=1, options=exact) as manager:
+        train(manager)
+    restored = nn.Sequential(nn.Embedding(9, 2), nn.Embedding(5, 2))
+    load(url, restored)
+    assert_same(dict(restored.state_dict()), dict(model.state_dict()))
 
 
 def test_decaying_optimizers_are_refused_unless_accepted(backend: Backend) -> None:
