@@ -167,7 +167,7 @@ class SaveBoundary:
     intervals: IntervalReader | None
     _steps_off: int = field(default=0, init=False)
     _steps_overtaken: int = field(default=0, init=False)
-    _has_warned: bool = field(default=False, init=False)
+    _warns_at: int = field(default=_STEPS_UNTIL_WARNING, init=False)
 
     def must_wait(self) -> bool:
         """Return whether the save must wait on some rank, and so on all. All ranks call it."""
@@ -177,7 +177,7 @@ class SaveBoundary:
         return waits
 
     def _waits_here(self) -> bool:
-        """Whether a save must wait for reader or optimizer step; warns, once, if that step does not seem to come.
+        """Whether a save must wait for reader or optimizer step; warns, ever less often, if that does not seem to come.
 
         Where the optimizer has stepped before each of several calls, and lookups wait all the same, it waits no longer:
         they were made after it, as by an evaluation with gradients, and would put every save off.
@@ -192,8 +192,8 @@ class SaveBoundary:
         self._steps_off += 1
         self._steps_overtaken = self._steps_overtaken + 1 if self.tracker.overtaken.are_all() else 0
         is_overtaken = self._steps_overtaken >= _STEPS_UNTIL_WARNING
-        if self._steps_off >= _STEPS_UNTIL_WARNING and not self._has_warned:
-            self._has_warned = True
+        if self._steps_off >= self._warns_at:
+            self._warns_at = _STEPS_UNTIL_WARNING * self._steps_off  # once is overlooked, and nothing is saved
             try:
                 self.tracker.check_boundary()
             except BadInput as error:
@@ -201,6 +201,7 @@ class SaveBoundary:
                 now = "; it is made now, and so are later ones: without a batch that still waits for its update"
                 warn_caller(f"{late}{now if is_overtaken else ''}: {error}")
         if is_overtaken:
+            self._steps_off = 0
             self.tracker.overtaken.settle()
         return not is_overtaken
 
