@@ -204,8 +204,7 @@ def _base_digest(manifests: Sequence[Manifest], start: int, piece: MergePiece) -
         return None
     if (before.generation, first.shift, first.num_rows) != (last.generation, last.shift, last.num_rows):
         return None
-    parts = (part for part in manifests[start].parts if part.table == piece.table)
-    return _hex(started_digest(parts, piece.rectangle))
+    return _hex(started_digest(manifests[start].parts_of.get(piece.table, ()), piece.rectangle))
 
 
 def _hex(found: int | None) -> str | None:
