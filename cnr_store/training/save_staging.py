@@ -7,7 +7,6 @@ the batches of all ranks, so the ranks exchange its marks, once per save: its ow
 from __future__ import annotations
 
 import base64
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +19,7 @@ from cnr_store.errors import BackgroundSaveFailed
 from cnr_store.format.document_tree import EncodedTree
 from cnr_store.format.layout import is_rank_tensor
 from cnr_store.format.records import TableSchema
+from cnr_store.runtime.caller import warn_caller
 from cnr_store.runtime.ranks import together
 from cnr_store.segment.codes import array_specs
 from cnr_store.training.background import LiveRead, SaveJob, WholeShard, failure_message
@@ -305,12 +305,11 @@ def warn_of_unlike_copies(training: LiveTraining, marked: Mapping[str, Words]) -
             if (np.abs(here - there) > _UNLIKE * size).any():
                 unlike.add(table)
     if unlike and training.control.rank == 0:
-        warnings.warn(
+        warn_caller(
             f"ranks have different rows of {sorted(unlike)[:5]} ({len(unlike)} tables): what several ranks have under "
             "one name counts as copies of a table, and one rank's rows are saved. Give the parts of a divided table "
-            "other names, or make it a cnr_store.communication.SplitTable; average the gradients of copies",
-            RuntimeWarning, stacklevel=2,
-        )  # fmt: skip
+            "other names, or make it a cnr_store.communication.SplitTable; average the gradients of copies"
+        )
 
 
 def taken_words(name: str, num_rows: int, words: Words) -> Taken:
