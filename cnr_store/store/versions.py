@@ -87,7 +87,8 @@ class Versions:
             if not _has_state(record):
                 continue
             if record.step != step:
-                others.add(record.step) if is_live(head.record, record.v) else None
+                if is_live(head.record, record.v):
+                    others.add(record.step)
                 continue
             newest = newest or entry
             if record.checkpoint == newest.record.checkpoint:

@@ -501,8 +501,8 @@ class Saver:
 
     def stepped(self) -> None:
         """Count a step; in the first one after a restore take the store over, so that an earlier training stops."""
-        is_saving = self.state in (SaveState.READING, SaveState.RUNNING)
-        self.schedule.trained(self.position.step, time.monotonic(), is_saving=is_saving)
+        was_beside = self.state in (SaveState.READING, SaveState.RUNNING)  # `is_saving` is False once it is written
+        self.schedule.trained(self.position.step, time.monotonic(), is_saving=was_beside)
         if self.state is not SaveState.RESTORED:
             return
         self._move(SaveEvent.STEPPED)
