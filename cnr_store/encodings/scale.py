@@ -23,6 +23,7 @@ from cnr_store.encodings.lattice import LARGEST_SCALE, SMALLEST_SCALE, check_sca
 from cnr_store.encodings.sampling import RowSample
 from cnr_store.encodings.widths import as_columns, to_float32
 from cnr_store.errors import BadInput
+from cnr_store.runtime.records import converter
 from cnr_store.types import MAX_CODE, Affine, AffineBits, Float32s, Precision, TableDtype
 
 FALLBACK_STEPS = 1 << 16
@@ -69,6 +70,10 @@ class ScaleChoice(msgspec.Struct, frozen=True):
     mse: float
     relative_half_width: float
     zeroed: float = 0.0
+
+
+scale_choice = converter(ScaleChoice)
+"""A choice from plain data, as ranks send it to each other."""
 
 
 def measure_scale(

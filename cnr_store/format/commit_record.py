@@ -18,11 +18,13 @@ from cnr_store.format.documents import canonical_json, loads, sha256
 from cnr_store.format.layout import check_name
 from cnr_store.format.limits import MAX_RECORD_BYTES
 from cnr_store.format.records import CommitRecord, Lists, Pin
+from cnr_store.runtime.records import converter
 from cnr_store.types import MAX_CHAIN
 
 KNOWN_READER_FEATURES: frozenset[str] = frozenset()
 KNOWN_WRITER_FEATURES: frozenset[str] = frozenset()
 _RAW = msgspec.json.Decoder(dict[str, Any])
+_record_of = converter(CommitRecord)
 
 DATA_KINDS: frozenset[str] = frozenset({"baseline", "delta", "rollback"})
 """Kinds that change the training state a reader sees."""
@@ -112,7 +114,7 @@ def decode_record(data: bytes, version: int) -> LogEntry:
                 version=version,
                 found=unknown,
             )
-        record = msgspec.structs.replace(msgspec.convert(raw, CommitRecord), check="")
+        record = msgspec.structs.replace(_record_of(raw), check="")
     except (msgspec.MsgspecError, UnicodeDecodeError, TypeError) as error:
         raise CorruptRecord(
             f"{where} cannot be parsed: {error}; it was torn or overwritten, run `cnr verify`",

@@ -165,9 +165,13 @@ def schema_key(schema: TableSchema) -> bytes:
     return msgspec.msgpack.encode(schema)
 
 
+schema_of = msgspec.msgpack.Decoder(TableSchema).decode
+"""The schema of a key."""
+
+
 @lru_cache(maxsize=1 << 14)
 def _specs_of(key: bytes, columns: tuple[int, int]) -> ArraySpecs:
-    schema = msgspec.msgpack.decode(key, type=TableSchema)
+    schema = schema_of(key)
     width = columns[1] - columns[0]
     scale_shift = 0.5**schema.shift
     encoding = schema.encoding

@@ -20,6 +20,7 @@ from cnr_store.format.notes import checked_notes
 from cnr_store.format.records import DenseEntry
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.runtime.ranks import Ranks
+from cnr_store.runtime.records import converter
 from cnr_store.training.tensors import Array, as_array, as_tensor, dense_dtype_name, host_copy, tensor_of
 from cnr_store.types import JsonValue
 
@@ -44,6 +45,9 @@ class SavedObject(msgspec.Struct, frozen=True):
 
     tensors: dict[str, SavedTensor]
     scalars: dict[str, Any]
+
+
+_objects_of = converter(dict[str, SavedObject])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,7 +183,7 @@ def _document(snapshot: Snapshot, rank: int) -> dict[str, SavedObject]:
     try:
         if name not in snapshot.documents:
             raise msgspec.ValidationError("it is missing")
-        return msgspec.convert(snapshot.read_document(name, tensor_of), dict[str, SavedObject])
+        return _objects_of(snapshot.read_document(name, tensor_of))
     except msgspec.ValidationError as error:
         raise CorruptStore(
             f"document {name} is not what a training writes: {error}; restore another version", path=name

@@ -20,6 +20,7 @@ from cnr_store.errors import CorruptStore, NewerFormat
 from cnr_store.format.document_tree import EncodedTree, encode
 from cnr_store.format.documents import canonical_json
 from cnr_store.runtime.addresses import are_equal
+from cnr_store.runtime.records import converter
 from cnr_store.training.kept_plan import Entries, are_counters
 from cnr_store.training.reader import Stateful, capture_rng
 from cnr_store.training.shards import LocalShard
@@ -142,6 +143,9 @@ class StoredTrainer(msgspec.Struct, frozen=True):
     rates: TableRates = TableRates()
 
 
+_stored_trainer = converter(StoredTrainer)
+
+
 class EqualState(msgspec.Struct, frozen=True):
     """Small state that several parameters of an optimizer have; they are [start, stop) of all its names."""
 
@@ -160,6 +164,9 @@ class StoredProgress(msgspec.Struct, frozen=True):
     extras: dict[str, Any]
     fused: dict[str, dict[str, Any]] = {}
     rate: RunRates = RunRates()
+
+
+_stored_progress = converter(StoredProgress)
 
 
 def rng_name(rank: int, generator: str = "") -> str:
@@ -251,9 +258,9 @@ def trainer_of(trainer: Any, progress: Any) -> TrainerDocument:
         )  # fmt: skip
     path = TRAINER
     try:
-        fixed = msgspec.convert(trainer, StoredTrainer)
+        fixed = _stored_trainer(trainer)
         path = PROGRESS
-        moved = msgspec.convert(progress, StoredProgress)
+        moved = _stored_progress(progress)
         optimizers = _optimizers_of(fixed, moved)
     except msgspec.ValidationError as error:
         raise CorruptStore(

@@ -22,6 +22,7 @@ from cnr_store.format.fields import TensorDtype
 from cnr_store.format.records import DenseEntry
 from cnr_store.log.rebase import leaves_state
 from cnr_store.runtime.ranks import together
+from cnr_store.runtime.records import converter
 from cnr_store.storage.copies import Objects
 from cnr_store.store import Store
 from cnr_store.training.document import (
@@ -216,6 +217,9 @@ class _Sent(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
 
 
+_sent_tensors = converter(list[_Sent])
+
+
 def share_live_state(
     training: LiveTraining, planned: Planned, recovery: Recovery, survivor: Survivor | None
 ) -> SharedState | None:
@@ -258,7 +262,7 @@ def share_live_state(
         }
 
     told = together(training.control, describe)[recovery.source]
-    sent = msgspec.convert(told["tensors"], list[_Sent])
+    sent = _sent_tensors(told["tensors"])
     if source is None:
         tensors = [torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="cpu") for one in sent]
     for tensor in tensors:

@@ -34,6 +34,7 @@ from cnr_store.log.commit_log import CommitLog, RetryPolicy
 from cnr_store.log.log_reader import position_bytes
 from cnr_store.log.rebase import draft_init
 from cnr_store.runtime.notebook import ShownReport
+from cnr_store.runtime.records import converter
 from cnr_store.runtime.threads import Throttle
 from cnr_store.segment.copying import copy_segment, has_segment
 from cnr_store.storage import Storage, open_storage
@@ -87,6 +88,9 @@ class _Origin(msgspec.Struct, frozen=True, kw_only=True):
     version: int | None
     asked: str
     identity: Identity
+
+
+_origin_of = converter(_Origin)
 
 
 def copy_store(
@@ -330,7 +334,7 @@ def _read_begun(target: Storage) -> LogEntry | None:
 def _checked_origin(begun: LogEntry, source: Store, target: Storage, asked: str) -> _Origin:
     """Return what the copy in the target is made of, if it is what is to be copied."""
     try:
-        origin = msgspec.convert(begun.record.user.get(_NOTE), _Origin)
+        origin = _origin_of(begun.record.user.get(_NOTE))
     except msgspec.ValidationError:
         raise StoreExists(
             f"{target.url} already contains a store, or parts of one; copy to another, empty place", path=target.url

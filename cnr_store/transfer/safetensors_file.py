@@ -21,6 +21,7 @@ import numpy.typing as npt
 from cnr_store.errors import BadInput, NotFound
 from cnr_store.format.documents import nesting_of
 from cnr_store.runtime.local_files import failing_at
+from cnr_store.runtime.records import converter
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format."""
@@ -134,8 +135,8 @@ def open_safetensors(path: Path) -> TensorFile:
         if nesting_of(header, enough=_MAX_NESTING) > _MAX_NESTING:
             raise msgspec.DecodeError("its header is nested too deeply")
         document = msgspec.json.decode(header, type=dict[str, Any])
-        metadata = msgspec.convert(document.pop("__metadata__", {}), dict[str, str])
-        entries = msgspec.convert(document, dict[str, _Entry])
+        metadata = _metadata_of(document.pop("__metadata__", {}))
+        entries = _entries_of(document)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} is not a safetensors file: {error}", path=str(path)) from error
     data = raw[8 + length :]
@@ -146,6 +147,10 @@ class _Entry(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
+
+
+_metadata_of = converter(dict[str, str])
+_entries_of = converter(dict[str, _Entry])
 
 
 def _tensor(path: Path, name: str, entry: _Entry, data: npt.NDArray[np.uint8]) -> Tensor:

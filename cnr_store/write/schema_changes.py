@@ -13,13 +13,14 @@ import msgspec
 import numpy as np
 
 from cnr_store.encodings.sampling import RowSample
-from cnr_store.encodings.scale import CONFIDENCE, ScaleChoice
+from cnr_store.encodings.scale import CONFIDENCE, ScaleChoice, scale_choice
 from cnr_store.encodings.widths import carrier
 from cnr_store.errors import BadDtype, BadInput, BadShape, TableNotFound, Unsupported
 from cnr_store.format.layout import check_name
 from cnr_store.format.limits import MAX_SHIFT, MAX_SHIFT_IN_CHAIN, MIN_SCALE
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.ranks import together
+from cnr_store.runtime.records import converter
 from cnr_store.segment.codes import Array
 from cnr_store.segment.shards import Shard
 from cnr_store.types import Lattice, TableDtype
@@ -351,7 +352,10 @@ def _sent(proposal: Proposal) -> tuple[Any, int, str, Any]:
     return msgspec.to_builtins(proposal.schema), proposal.elements, proposal.options, choice
 
 
+_schema_of = converter(TableSchema)
+
+
 def _received(sent: tuple[Any, int, str, Any]) -> Proposal:
     schema, elements, options, choice = sent
-    known = None if choice is None else msgspec.convert(choice, ScaleChoice)
-    return Proposal(msgspec.convert(schema, TableSchema), elements, options, known)
+    known = None if choice is None else scale_choice(choice)
+    return Proposal(_schema_of(schema), elements, options, known)

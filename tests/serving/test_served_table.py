@@ -75,8 +75,8 @@ def test_codes_of_a_lattice_table_may_be_asked_for() -> None:
         (Raw(), None, "codes", "no codes"),
         (Affine(bits=8), None, "codes", "no codes"),
         (Lattice(scale=SCALE), "float16", "values", "kept_as='codes'"),
-        (Lattice(scale=SCALE), "float64", "auto", "served as one of"),
-        (Lattice(scale=SCALE), None, "both", "'auto', 'values' or 'codes'"),
+        (Lattice(scale=SCALE), "float64", "auto", "served must be one of"),
+        (Lattice(scale=SCALE), None, "both", "kept_as must be one of"),
     ],
 )
 def test_what_cannot_be_held_is_refused(encoding: Any, served: Any, kept_as: Any, says: str) -> None:

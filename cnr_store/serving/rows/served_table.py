@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,9 +19,19 @@ from cnr_store.encodings import kernels, widths
 from cnr_store.errors import BadInput, BadRowIds, NonFiniteValues
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.addresses import address_of
+from cnr_store.runtime.arguments import checked_choice
 from cnr_store.runtime.key_index import KeyIndex, slots_for
 from cnr_store.runtime.threads import blocks
-from cnr_store.segment.codes import ABSENT, Array, ArraySpec, ExactRows, array_specs, decode_block, schema_key
+from cnr_store.segment.codes import (
+    ABSENT,
+    Array,
+    ArraySpec,
+    ExactRows,
+    array_specs,
+    decode_block,
+    schema_key,
+    schema_of,
+)  # fmt: skip
 from cnr_store.serving.rows import gather
 from cnr_store.serving.rows.fused_kernels import BITS_8_EXTRA_BYTES, fuse_rows_8bit
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
@@ -34,7 +43,6 @@ Served = Literal["float32", "float16", "bfloat16", "int8"]
 """How a lookup returns rows. ``int8``: fused 8-bit rows (uint8, dim + 8): codes, float32 scale, float32 bias."""
 
 KeptAs = Literal["values", "codes"]
-_SERVED, _KEPT_AS = get_args(Served), ("auto", *get_args(KeptAs))
 
 READ_BLOCK_ROWS = 1024
 """Rows decoded at a time in a lookup, so that codes and floats on the way stay in the cache."""
@@ -145,17 +153,13 @@ def row_kind(schema: TableSchema, served: Served | None = None, kept_as: Literal
         A word that is none, values of a table whose deltas need codes that cannot be had back from them, or codes of a
         table that has none.
     """
-    served = schema.dtype if served is None else served
-    if served not in _SERVED:
-        raise BadInput(f"rows are served as one of {_SERVED}, found {served!r}", found=served)
-    if kept_as not in _KEPT_AS:
-        raise BadInput(f"kept_as is 'auto', 'values' or 'codes', found {kept_as!r}", found=kept_as)
-    return _row_kind(schema_key(schema), served, kept_as)
+    served = checked_choice("served", schema.dtype if served is None else served, get_args(Served))
+    return _row_kind(schema_key(schema), served, checked_choice("kept_as", kept_as, ("auto", *get_args(KeptAs))))
 
 
 @lru_cache(maxsize=1 << 14)
 def _row_kind(key: bytes, served: Served, kept_as: Literal["auto"] | KeptAs) -> RowKind:
-    schema = msgspec.msgpack.decode(key, type=TableSchema)
+    schema = schema_of(key)
     name = type(schema.encoding).__name__
     has_codes = isinstance(schema.encoding, Lattice | FloatBits)
     if kept_as == "codes" and not has_codes:

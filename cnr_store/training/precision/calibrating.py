@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from cnr_store.encodings.sampling import RowSample
-from cnr_store.encodings.scale import ScaleChoice, measure_scale, pooled
+from cnr_store.encodings.scale import ScaleChoice, measure_scale, pooled, scale_choice
 from cnr_store.errors import BadInput
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.training.options import PrecisionPolicy, options_by_table
@@ -258,7 +258,7 @@ def _scales(shards: Sequence[LocalShard], bits: AffineBits, ranks: Ranks) -> dic
     known: dict[str, list[tuple[ScaleChoice, int]]] = {}
     for answer in together(ranks, share):
         for table, choice, elements in answer:
-            known.setdefault(table, []).append((msgspec.convert(choice, ScaleChoice), elements))
+            known.setdefault(table, []).append((scale_choice(choice), elements))
     return {table: pooled([one for one, _ in found], [n for _, n in found]).scale for table, found in known.items()}
 
 

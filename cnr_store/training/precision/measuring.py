@@ -11,7 +11,7 @@ import numpy as np
 
 from cnr_store.encodings.choose import sample_rows
 from cnr_store.encodings.sampling import RowSample
-from cnr_store.encodings.scale import ScaleChoice, minmax_scale, pooled
+from cnr_store.encodings.scale import ScaleChoice, minmax_scale, pooled, scale_choice
 from cnr_store.encodings.widths import to_float32
 from cnr_store.errors import BadInput
 from cnr_store.format.limits import MAX_SHIFT, MAX_SHIFT_IN_CHAIN, MIN_SCALE
@@ -114,7 +114,7 @@ def _by_table(shards: Mapping[str, RankShard]) -> dict[str, list[RankShard]]:
 
 def _of_all(measured: Sequence[Mapping[str, Any]]) -> Measured:
     """Put together what the ranks measured of one table. Pure."""
-    choices = [(msgspec.convert(one, ScaleChoice), n) for of_rank in measured for one, n in of_rank["choices"]]
+    choices = [(scale_choice(one), n) for of_rank in measured for one, n in of_rank["choices"]]
     scale = pooled([one for one, _ in choices], [n for _, n in choices]).scale if choices else None
     refused = next((of_rank["refused"] for of_rank in measured if of_rank["refused"]), None)
     return Measured(scale, min(of_rank["halvings"] for of_rank in measured), refused)
