@@ -182,7 +182,7 @@ def _reseal(root: Path) -> None:
         lists = (part.get(name) for part in manifest["parts"] for name in ("add", "set", "delete", "escape"))
         manifests[path.parent.name] = {
             "sha256": hashlib.sha256(data).hexdigest(),
-            "bytes": len(data) + sum(item["size"] for _, item in listed),
+            "size_bytes": len(data) + sum(item["size"] for _, item in listed),
             "rows": sum(row_list["count"] for row_list in lists if row_list),
         }
     parent = hashlib.sha256((root / "cnr.json").read_bytes()).hexdigest()

@@ -143,5 +143,5 @@ def _check_ends(index: int, before: Manifest | None, manifest: Manifest) -> Iter
     lost |= set(manifest.ended).difference(() if before is None else before.dense)
     for name in sorted(lost):
         yield Contradiction(index, f"{name!r} is dropped, and the state before does not have it")
-    for name in sorted(set(manifest.kept).difference(() if before is None else before.documents)):
+    for name in sorted(set(manifest.kept_documents).difference(() if before is None else before.documents)):
         yield Contradiction(index, f"document {name!r} is kept, and the state before does not have it")

@@ -55,15 +55,15 @@ def manifest_problems(manifest: Manifest) -> Iterator[str]:
     check_names((*manifest.tables, *manifest.dropped, *manifest.dense, *manifest.ended))
     if manifest.kind == "baseline" and (manifest.dropped or manifest.ended):
         yield "a baseline drops what no state has"
-    if manifest.kind == "baseline" and manifest.kept:
+    if manifest.kind == "baseline" and manifest.kept_documents:
         yield "a baseline keeps documents of no state"
     both = [*(set(manifest.dropped) & manifest.tables.keys()), *(set(manifest.ended) & manifest.dense.keys())]
     if both:
         yield f"{both[0]!r} is both dropped and there"
-    for name in (*manifest.documents, *manifest.kept):
+    for name in (*manifest.documents, *manifest.kept_documents):
         for node in name.split("/"):
             check_name(node)
-    if len({*manifest.documents, *manifest.kept}) != len(manifest.documents) + len(manifest.kept):
+    if len({*manifest.documents, *manifest.kept_documents}) != len(manifest.documents) + len(manifest.kept_documents):
         yield "a document is kept twice, or kept and stored"
     yield from digest_problems(manifest.parts)
     form_of: dict[int, int] = {}
@@ -117,8 +117,8 @@ def entry_problems(manifest: Manifest, entry: ChainEntry) -> Iterator[str]:
             f"{entry.l1}"
         )
     rows, size = manifest.changed_rows, sum(item.size for item in manifest.objects)
-    if rows != entry.rows or size > entry.bytes:
-        yield f"has {rows} rows in {size} bytes, its chain entry has {entry.rows} in {entry.bytes}"
+    if rows != entry.rows or size > entry.size_bytes:
+        yield f"has {rows} rows in {size} bytes, its chain entry has {entry.rows} in {entry.size_bytes}"
 
 
 Form = tuple[object, ...]

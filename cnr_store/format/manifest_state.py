@@ -35,9 +35,9 @@ def with_state(before: Manifest | None, own: Manifest) -> Manifest:
     tables |= {name: same if (same := before.tables.get(name)) == one else one for name, one in own.tables.items()}
     parts = {name: _untouched(ends) for name, ends in before.parts_of.items() if name not in gone} | own.parts_of
     dense = {name: entry for name, entry in before.dense.items() if name not in own.ended} | own.dense
-    documents = {name: before.documents[name] for name in own.kept if name in before.documents} | own.documents
+    kept = {name: before.documents[name] for name in own.kept_documents if name in before.documents}
     whole = tuple(chain.from_iterable(parts.values()))
-    found = msgspec.structs.replace(own, tables=tables, parts=whole, dense=dense, documents=documents)
+    found = msgspec.structs.replace(own, tables=tables, parts=whole, dense=dense, documents=kept | own.documents)
     found.__dict__["parts_of"] = parts  # the cached property would compute the same
     return found
 

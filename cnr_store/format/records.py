@@ -85,7 +85,7 @@ class ChainEntry(msgspec.Struct, frozen=True, kw_only=True):
     kind: SegmentKind
     l0: Count
     l1: Count
-    bytes: Count
+    size_bytes: Count
     rows: Count
 
 
@@ -419,8 +419,8 @@ class DocumentEntry(NamedTuple):
 class Written(msgspec.Struct, frozen=True, kw_only=True):
     """What writers put: parts, the groups of arrays with their rows, dense tensors, documents, all other objects.
 
-    ``documents`` has the paths of documents that are objects, ``small`` the content of others. ``kept`` names documents
-    of the state before that this one has, too.
+    ``documents`` has the paths of documents that are objects, ``small`` the content of others. ``kept_documents``
+    names documents of the state before that this one has, too.
     """
 
     parts: tuple[PartLine, ...]
@@ -429,7 +429,7 @@ class Written(msgspec.Struct, frozen=True, kw_only=True):
     dense_arrays: tuple[ArrayGroup, ...] = ()
     documents: dict[DocumentName, KeyPath] = {}
     small: dict[DocumentName, msgspec.Raw] = {}
-    kept: tuple[DocumentName, ...] = ()
+    kept_documents: tuple[DocumentName, ...] = ()
     objects: tuple[ObjectEntry, ...]
 
 
@@ -489,7 +489,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     dense_arrays: tuple[ArrayEntry, ...] = ()
     scalars: dict[str, JsonValue] = {}
     documents: dict[str, DocumentEntry] = {}
-    kept: tuple[str, ...] = ()
+    kept_documents: tuple[str, ...] = ()
     objects: tuple[ObjectEntry, ...]
 
     @cached_property

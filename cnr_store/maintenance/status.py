@@ -155,8 +155,8 @@ def head_status(store: Store) -> HeadStatus:
     return HeadStatus(
         branch=store.branch, version=head.v, step=head.step, checkpoint=head.checkpoint,
         checkpoint_ms=None if checkpoint is None else checkpoint.ts_ms,
-        chain_length=len(head.chain), chain_bytes=sum(entry.bytes for entry in head.chain),
-        baseline_bytes=head.chain[0].bytes if head.chain else 0,
+        chain_length=len(head.chain), chain_bytes=sum(entry.size_bytes for entry in head.chain),
+        baseline_bytes=head.chain[0].size_bytes if head.chain else 0,
         live_versions=count_live(head), pending_delete=len(head.aborted),
     )  # fmt: skip
 

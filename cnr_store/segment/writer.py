@@ -270,7 +270,7 @@ class SegmentWriter:
             txn=txn, rank=rank, world=world, attempt=attempt, base=base, l0=l0,
             parts=tuple(parts), groups=tuple(groups[path] for path in sorted(groups)),
             dense=self._dense, dense_arrays=tuple(packs), documents=self._documents, small=self._small,
-            kept=tuple(sorted(self._kept)),
+            kept_documents=tuple(sorted(self._kept)),
             objects=tuple(self._objects[path] for path in sorted(self._objects) if path not in inside),
         )  # fmt: skip
 
@@ -381,7 +381,7 @@ def merge_receipts(
         Two writers have a document or a dense tensor of the same name.
     """
     ordered = sorted(receipts, key=lambda receipt: receipt.rank)
-    for kind, fields in (("documents", ("documents", "small", "kept")), ("dense", ("dense",))):
+    for kind, fields in (("documents", ("documents", "small", "kept_documents")), ("dense", ("dense",))):
         owners: dict[str, int] = {}
         for receipt in ordered:
             for name in (name for field in fields for name in getattr(receipt, field)):
@@ -398,7 +398,7 @@ def merge_receipts(
         "dense_arrays": tuple(entry for receipt in ordered for entry in receipt.dense_arrays),
         "documents": {name: path for receipt in ordered for name, path in receipt.documents.items()},
         "small": {name: text for receipt in ordered for name, text in receipt.small.items()},
-        "kept": tuple(sorted(name for receipt in ordered for name in receipt.kept)),
+        "kept_documents": tuple(sorted(name for receipt in ordered for name in receipt.kept_documents)),
         "objects": tuple(entry for receipt in ordered for entry in receipt.objects),
     }
 

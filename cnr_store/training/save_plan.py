@@ -154,7 +154,7 @@ def new_chain_state(training: LiveTraining, precision: PrecisionPolicy) -> Chain
 
 def sizes_of_chain(record: CommitRecord) -> list[CheckpointSize]:
     """Return the sizes of a record's own chain. Pure."""
-    return [CheckpointSize(e.kind, e.bytes) for e in record.chain]
+    return [CheckpointSize(e.kind, e.size_bytes) for e in record.chain]
 
 
 def sizes_since_baseline(policy: Policy, records: Iterable[CommitRecord]) -> list[CheckpointSize]:
@@ -171,7 +171,7 @@ def sizes_since_baseline(policy: Policy, records: Iterable[CommitRecord]) -> lis
     if policy != "intermittent" or len(sizes) < 2:
         return sizes
     baseline, last = newest.chain[0], newest.chain[-1]
-    deltas = {last.seg: last.bytes}
+    deltas = {last.seg: last.size_bytes}
     for record in walk:
         if not record.chain or record.chain[0].seg != baseline.seg:
             if record.kind in ("baseline", "compact", "delta"):
@@ -180,7 +180,7 @@ def sizes_since_baseline(policy: Policy, records: Iterable[CommitRecord]) -> lis
         if record.kind == "baseline":
             break
         if record.kind == "delta" and len(record.chain) > 1:
-            deltas.setdefault(record.chain[-1].seg, record.chain[-1].bytes)
+            deltas.setdefault(record.chain[-1].seg, record.chain[-1].size_bytes)
     return [sizes[0], *(CheckpointSize("delta", size) for size in reversed(deltas.values()))]
 
 

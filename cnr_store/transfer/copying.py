@@ -263,7 +263,7 @@ class _CopyRun:
 
     def _copy_segments(self, states: list[CopiedState], progress: CopyProgress | None) -> list[CopiedState]:
         """Copy what is missing; return the states of which all was there."""
-        sizes = {item.seg: item.bytes for state in states for item in state.entry.record.chain}
+        sizes = {item.seg: item.size_bytes for state in states for item in state.entry.record.chain}
         total = sum(sizes.values())
         done: set[str] = set()
         done_bytes = 0
@@ -276,7 +276,7 @@ class _CopyRun:
                     if not has_segment(self._target, item):
                         self._copy_segment(item)
                     done.add(item.seg)
-                    done_bytes += item.bytes
+                    done_bytes += item.size_bytes
                     if progress is not None:
                         progress(done_bytes, total)
             except MissingObject as missing:

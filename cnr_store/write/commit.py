@@ -189,7 +189,7 @@ class Commit:
         self.size_bytes = size + sum(entry.size for entry in manifest.objects)
         return ChainEntry(
             seg=draft.segment, sha256=digest, kind=manifest.kind, l0=draft.l0, l1=l1,
-            bytes=self.size_bytes, rows=manifest.changed_rows,
+            size_bytes=self.size_bytes, rows=manifest.changed_rows,
         )  # fmt: skip
 
     def _append(self, draft: CommitRecord) -> LogEntry:

@@ -173,7 +173,7 @@ class Snapshot:
             documents.check_tables(own, before, ends, begun, segment.need)
             self.dense = {name: at for name, at in self.dense.items() if name not in own["ended"]}
             self.dense |= dict.fromkeys(own["dense"], segment)
-            self.documents = {name: self.documents[name] for name in own["kept"]}
+            self.documents = {name: self.documents[name] for name in own["kept_documents"]}
             self.documents |= dict.fromkeys([*own["documents"], *own["small"]], segment)
             self.tables = {name: table for name, table in before.items() if name not in own["dropped"]} | own["tables"]
             segment.tables = self.tables

@@ -138,12 +138,12 @@ def parse_manifest(data, where):  # [3.5]
 
 def check_manifest(manifest, entry, listed, need):  # [3.5] CNR-DOC-8 and 9
     need(len({path for path, _ in listed}) == len(listed), "an object is listed twice")
-    names = [*manifest["documents"], *manifest["small"], *manifest["kept"]]
+    names = [*manifest["documents"], *manifest["small"], *manifest["kept_documents"]]
     need(len(set(names)) == len(names), "a document in two places")
     need({*manifest["documents"].values()} <= {path for path, _ in listed}, "a document that is not listed")
     need(all(manifest[name] == entry[name] for name in ("kind", "l0", "l1")), "not as its chain entry")
     need(entry["seg"] == f"{manifest['base']:020d}-{manifest['txn']}", "not as the name of its segment")
-    need(sum(item["size"] for _, item in listed) <= entry["bytes"], "bytes")
+    need(sum(item["size"] for _, item in listed) <= entry["size_bytes"], "size_bytes")
     need(sum(group["rows"] for group in manifest["groups"]) == entry["rows"], "rows")
     for group in manifest["groups"] + manifest["dense_arrays"]:
         for name, array in group["arrays"].items():
@@ -215,7 +215,7 @@ def check_dense(manifest, need):  # [4.6]
 def check_change(own, tables, dense, documents, need):  # CNR-DOC-24: what a manifest ends or keeps was there
     need({*own["dropped"]} <= {*tables} - {*own["tables"]}, "dropped")
     need({*own["ended"]} <= {*dense} - {*own["dense"]}, "ended")
-    need({*own["kept"]} <= documents.keys(), "kept")
+    need({*own["kept_documents"]} <= documents.keys(), "kept documents")
 
 
 def check_tables(own, tables, ends, begun, need):  # [4.3] CNR-SEG-18; begun: how the newest generations began

@@ -125,8 +125,8 @@ def deltas(report: harness.Report, sides: Sides, bits: int, repeats: int) -> Non
         report.add_ratio(f"{name}, commit / (kernels + coder) in memory", found["commit"], both)
         report.note(f"      kernels alone {found['kernels']}; coder alone {found['coder']}")
         entry = sides.writer.head.record.chain[-1]
-        stored = 8 * entry.bytes / (sides.rows.size * DIM)
-        size = f"{entry.bytes / 1e6:.1f} MB, {stored:.2f} bits per element"
+        stored = 8 * entry.size_bytes / (sides.rows.size * DIM)
+        size = f"{entry.size_bytes / 1e6:.1f} MB, {stored:.2f} bits per element"
         report.note(f"      last delta: {entry.rows} of {sides.rows.size} rows, {size}")
 
 

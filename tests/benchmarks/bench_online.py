@@ -197,7 +197,7 @@ class Followed:
         if served != head.v:
             raise SystemExit(f"{self.name}: the loader serves version {served} of {head.v}")
         if head.v != self._seen:
-            self._bytes += head.chain[-1].bytes
+            self._bytes += head.chain[-1].size_bytes
             self._seen = head.v
 
     def predict(self, batch: ClickBatch) -> None:

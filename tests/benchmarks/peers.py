@@ -335,7 +335,7 @@ class Cnr(_Saved):
     def chain_bytes(self) -> list[int]:
         """Return the bytes of each segment that a restore reads."""
         with self.opened() as store:
-            return [entry.bytes for entry in store.head().record.chain]
+            return [entry.size_bytes for entry in store.head().record.chain]
 
     def opened(self) -> Store:
         """Return the store, opened by somebody else than the manager."""

@@ -183,7 +183,7 @@ class Save:
     def chain_entry(self) -> ChainEntry:
         """What the planner of compaction sees."""
         size, rows = round(self.size_bytes), round(self.rows)
-        return ChainEntry(seg="", sha256="", kind=self.kind, l0=0, l1=0, bytes=size, rows=rows)
+        return ChainEntry(seg="", sha256="", kind=self.kind, l0=0, l1=0, size_bytes=size, rows=rows)
 
 
 @dataclass(frozen=True, slots=True)

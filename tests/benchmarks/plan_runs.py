@@ -211,7 +211,7 @@ class Run:
         self.saves.append(
             Measured(
                 decision, self._work.num_rows if is_full else len(self._touched),
-                segment_sizes(manifest, segment_bytes=entry.bytes), size, len(files),
+                segment_sizes(manifest, segment_bytes=entry.size_bytes), size, len(files),
                 sum(counts[kind] for kind in REQUESTS), seconds, cpu_s,
             )
         )  # fmt: skip

@@ -309,7 +309,7 @@ def _bytes_of(manager: CheckpointManager, chain_ends: Sequence[int]) -> Outcome:
     for version in chain_ends:
         snapshot = manager.store.snapshot(version)
         for entry, manifest in zip(snapshot.record.chain, snapshot.manifests, strict=True):
-            sizes = segment_sizes(manifest, segment_bytes=entry.bytes).as_dict()
+            sizes = segment_sizes(manifest, segment_bytes=entry.size_bytes).as_dict()
             of_rows = sum(sizes[kind] for kind in ROW_KINDS)
             if entry.kind == "delta":
                 deltas.append((of_rows, sizes["slots"], sizes["metadata"]))

@@ -505,6 +505,5 @@ def _chain_entry(segment: str, data: bytes) -> tuple[re.Pattern[bytes], bytes] |
         rows = sum(int(one["count"]) for one in lists if one)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, RuntimeError):
         return None
-    middle = rb'("kind":"[a-z]+","l0":[0-9]+,"l1":[0-9]+)'
-    pattern = rb'"bytes":[0-9]+,' + middle + rb',"rows":[0-9]+,"seg":"' + segment.encode() + b'"'
-    return re.compile(pattern), rb'"bytes":%d,\1,"rows":%d,"seg":"%s"' % (size, rows, segment.encode())
+    pattern = rb'"rows":[0-9]+,("seg":"' + segment.encode() + b'","sha256":"[0-9a-f]+"),"size_bytes":[0-9]+'
+    return re.compile(pattern), rb'"rows":%d,\1,"size_bytes":%d' % (rows, size)

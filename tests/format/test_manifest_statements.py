@@ -170,12 +170,12 @@ CASES: list[tuple[Document, str]] = [
     ({"ended": ["w"]}, "'w' is both dropped and there"),
     ({"kind": "baseline", "dropped": ["other"]}, "a baseline drops what no state has"),
     ({"kind": "baseline", "ended": ["other"]}, "a baseline drops what no state has"),
-    ({"kind": "baseline", "kept": ["other"]}, "a baseline keeps documents of no state"),
-    ({"kept": ["reader"]}, "kept twice, or kept and stored"),
-    ({"kept": ["other"], "small": {"other": RAW}}, "kept twice, or kept and stored"),
+    ({"kind": "baseline", "kept_documents": ["other"]}, "a baseline keeps documents of no state"),
+    ({"kept_documents": ["reader"]}, "kept twice, or kept and stored"),
+    ({"kept_documents": ["other"], "small": {"other": RAW}}, "kept twice, or kept and stored"),
     ({"small": {"reader": RAW}}, "'reader' is an object and in the manifest"),
     ({"small": {"a//b": RAW}}, "matching regex"),
-    ({"kept": ["other", "other"]}, "kept twice, or kept and stored"),
+    ({"kept_documents": ["other", "other"]}, "kept twice, or kept and stored"),
 ]  # fmt: skip
 
 
@@ -201,7 +201,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(changes: Document, messag
 def entry_of(document: Document, **changes: Any) -> tuple[bytes, ChainEntry]:
     data = pack(document)
     named: Document = {
-        "seg": segment_name(document["base"], document["txn"]), "sha256": sha256(data), "rows": 12, "bytes": 1000,
+        "seg": segment_name(document["base"], document["txn"]), "sha256": sha256(data), "rows": 12, "size_bytes": 1000,
         **{key: document[key] for key in ("kind", "l0", "l1")},
     }  # fmt: skip
     return data, ChainEntry(**(named | changes))
@@ -218,7 +218,7 @@ def test_a_manifest_is_the_one_that_its_chain_entry_describes() -> None:
         ({"l1": 3}, "is delta 1 to 2, its chain entry has delta 1 to 3"),
         ({"kind": "baseline"}, "is delta 1 to 2, its chain entry has baseline"),
         ({"rows": 11}, "has 12 rows"),
-        ({"bytes": 10}, "its chain entry has 12 in 10"),
+        ({"size_bytes": 10}, "its chain entry has 12 in 10"),
     ],
 )
 def test_a_manifest_of_another_chain_entry_is_refused(changes: Document, message: str) -> None:
@@ -271,7 +271,7 @@ def test_the_chain_that_the_others_are_made_of_is_sound() -> None:
         (as_it_is, lambda new: new["tables"]["t"].update(shift=9), "goes from 0 to 9 within one chain"),
         (as_it_is, lambda new: new.update(dropped=["other"]), "'other' is dropped, and the state before does not"),
         (as_it_is, lambda new: new.update(ended=["t"]), "'t' is dropped, and the state before does not"),
-        (as_it_is, lambda new: new.update(kept=["t"]), "document 't' is kept, and the state before does not"),
+        (as_it_is, lambda new: new.update(kept_documents=["t"]), "document 't' is kept, and the state before does not"),
     ],
 )
 def test_manifests_that_contradict_each_other_are_refused(before: Any, after: Any, message: str) -> None:

@@ -18,7 +18,7 @@ WRITER = WriterInfo(host="h", lib="0.1.0", run_id="r")
 
 def segment(number: int, l0: int, l1: int, kind: str = "delta") -> ChainEntry:
     name = segment_name(number, f"{number:032x}")
-    entry = ChainEntry(seg=name, sha256="0" * 64, kind="delta", l0=l0, l1=l1, bytes=1, rows=1)
+    entry = ChainEntry(seg=name, sha256="0" * 64, kind="delta", l0=l0, l1=l1, size_bytes=1, rows=1)
     return msgspec.structs.replace(entry, kind=kind)
 
 

@@ -77,7 +77,7 @@ def delta(head: LogEntry, number: int, **changes: Any) -> CommitRecord:
         kind="delta" if chain else "baseline",
         l0=start,
         l1=start + 1,
-        bytes=1,
+        size_bytes=1,
         rows=1,
     )
     kept = {"chain": (*chain, own), "checkpoint": start + 1, "step": 10 * (start + 1), **changes}

@@ -72,8 +72,8 @@ def txn(number: int) -> str:
 def delta(head: CommitRecord, number: int) -> CommitRecord:
     """A save of step ``number``; what is in its segment is of no matter here."""
     own = ChainEntry(
-        seg=f"{head.v:020d}-{txn(number)}", sha256="0" * 64, kind="baseline", l0=0, l1=head.checkpoint + 1, bytes=1,
-        rows=1,
+        seg=f"{head.v:020d}-{txn(number)}", sha256="0" * 64, kind="baseline", l0=0, l1=head.checkpoint + 1,
+        size_bytes=1, rows=1,
     )  # fmt: skip
     return draft_after(head, "baseline", WRITER, chain=(own,), checkpoint=head.checkpoint + 1, step=number)
 

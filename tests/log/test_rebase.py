@@ -54,7 +54,7 @@ def segment(number: int, l0: int, l1: int) -> ChainEntry:
         kind="baseline" if l0 == 0 else "delta",
         l0=l0,
         l1=l1,
-        bytes=1,
+        size_bytes=1,
         rows=1,
     )
 

@@ -89,8 +89,8 @@ def test_the_report_counts_what_was_compacted(store: Store, training: Training) 
     assert (record.kind, report.version, report.url) == ("compact", record.v, store.url)
     assert report.run == tuple(entry.seg for entry in chain)
     assert (report.kind, report.l0, report.l1) == ("baseline", 0, 4)
-    assert (report.bytes_in, report.rows_in) == (sum(e.bytes for e in chain), sum(e.rows for e in chain))
-    assert (report.bytes_out, report.rows_out) == (merged.bytes, merged.rows) == (merged.bytes, 40 + 9 + 17)
+    assert (report.bytes_in, report.rows_in) == (sum(e.size_bytes for e in chain), sum(e.rows for e in chain))
+    assert (report.bytes_out, report.rows_out) == (merged.size_bytes, merged.rows) == (merged.size_bytes, 40 + 9 + 17)
     assert report.bytes_out == sum(map(len, objects_in(store, merged.seg).values())) - sum(
         len(data) for path, data in objects_in(store, merged.seg).items() if path.endswith(RECEIPT)
     )
@@ -107,7 +107,7 @@ def test_compacted_until_nothing_is_left_a_chain_is_as_the_policy_wants_it(store
                 pass
             chain = store.head().record.chain
             assert len(chain) <= 3
-            assert sum(entry.bytes for entry in chain) <= 3 * chain[0].bytes
+            assert sum(entry.size_bytes for entry in chain) <= 3 * chain[0].size_bytes
             training.check()
     assert verify_store(store, deep=True).is_sound
 

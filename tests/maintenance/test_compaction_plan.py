@@ -15,7 +15,7 @@ def chain_of(baseline: int, *deltas: int) -> list[ChainEntry]:
     return [
         ChainEntry(
             seg=f"{index:020d}-{index:032x}", sha256="0" * 64, kind="delta" if index else "baseline",
-            l0=index, l1=index + 1, bytes=size, rows=size,
+            l0=index, l1=index + 1, size_bytes=size, rows=size,
         )
         for index, size in enumerate((baseline, *deltas))
     ]  # fmt: skip

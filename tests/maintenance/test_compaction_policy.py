@@ -31,7 +31,7 @@ class Life:
 
     def segment(self, kind: str, l0: int, l1: int, size: int) -> ChainEntry:
         return ChainEntry(
-            seg=f"{l0:020d}-{l1:032x}", sha256="0" * 64, kind=kind, l0=l0, l1=l1, bytes=size, rows=size  # type: ignore[arg-type]
+            seg=f"{l0:020d}-{l1:032x}", sha256="0" * 64, kind=kind, l0=l0, l1=l1, size_bytes=size, rows=size  # type: ignore[arg-type]
         )  # fmt: skip
 
     def save(self, size: int) -> None:
@@ -42,7 +42,7 @@ class Life:
     def replace(self, run: Run) -> None:
         """Replace the run by a possible result: a baseline of about the same size, or the union of deltas."""
         members = self.chain[run.start : run.stop]
-        total, most = sum(one.bytes for one in members), max(one.bytes for one in members)
+        total, most = sum(one.size_bytes for one in members), max(one.size_bytes for one in members)
         least = max(1, most if run.kind == "baseline" else int(self.kept * total))
         size = int(self.random.integers(least, max(least, total) + 1))
         if run.kind == "baseline":
@@ -99,8 +99,8 @@ def test_a_compacted_chain_is_short_and_small(
 
         assert compactions < before
         assert len(life.chain) <= policy.max_chain
-        held = sum(one.bytes for one in life.chain)
-        assert held <= policy.max_restore_ratio * life.chain[0].bytes + 1e-6 * held
+        held = sum(one.size_bytes for one in life.chain)
+        assert held <= policy.max_restore_ratio * life.chain[0].size_bytes + 1e-6 * held
         assert [one.l0 for one in life.chain[1:]] == [one.l1 for one in life.chain[:-1]]
 
 

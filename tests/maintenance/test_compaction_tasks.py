@@ -296,7 +296,7 @@ def test_a_table_life_like_the_one_before_the_run_is_not_put_after_it() -> None:
 
 
 def entry(name: str, sha256: str = "0" * 64) -> ChainEntry:
-    return ChainEntry(seg=name, sha256=sha256, kind="delta", l0=0, l1=1, bytes=1, rows=1)
+    return ChainEntry(seg=name, sha256=sha256, kind="delta", l0=0, l1=1, size_bytes=1, rows=1)
 
 
 def test_a_plan_is_named_by_its_inputs_and_its_tasks() -> None:

@@ -166,7 +166,8 @@ class MaintainedStoreMachine(MaintainedLines):
             assert report.outcome == "nothing"
             chain = store.head().record.chain
             assert len(chain) <= max_chain
-            assert sum(entry.bytes for entry in chain[1:]) <= (ratio - 1) * sum(entry.bytes for entry in chain[:1])
+            sizes = [entry.size_bytes for entry in chain]
+            assert sum(sizes[1:]) <= (ratio - 1) * sum(sizes[:1])
         self.go_on()
 
     @rule(data=st.data(), killed_at=st.none() | st.integers(0, 60), force=st.booleans())

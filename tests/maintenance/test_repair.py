@@ -313,7 +313,7 @@ def entry(version: int, chain_length: int = 0, digest: str = "d") -> LogEntry:
     chain = tuple(
         ChainEntry(
             seg=f"{0:020d}-{number:032x}", sha256="0" * 64, kind="delta" if number else "baseline",
-            l0=number, l1=number + 1, bytes=1, rows=1,
+            l0=number, l1=number + 1, size_bytes=1, rows=1,
         )
         for number in range(chain_length)
     )  # fmt: skip

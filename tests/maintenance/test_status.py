@@ -72,7 +72,7 @@ def test_a_heads_status_is_its_newest_checkpoints_whatever_comes_after(store: St
     assert (status.branch, status.version, status.step, status.checkpoint) == (None, checkpoint.v + 1, 2, 2)
     assert status.checkpoint_ms == checkpoint.ts_ms
     assert (status.chain_length, status.live_versions, status.pending_delete) == (2, checkpoint.v + 2, 0)
-    sizes = [entry.bytes for entry in checkpoint.chain]
+    sizes = [entry.size_bytes for entry in checkpoint.chain]
     assert (status.baseline_bytes, status.chain_bytes) == (sizes[0], sum(sizes))
     assert status.restore_ratio == sum(sizes) / sizes[0]
 

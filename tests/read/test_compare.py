@@ -44,5 +44,5 @@ def test_differences_are_those_of_the_arrays(
     assert (same.rows_before, same.rows_after, same.removed) == (3, 0, 3)
     found = cnr("diff", store.url, 2, 3, "--json").document
     assert [item["changed"] for item in found["tables"]] == [1, 0, 2]
-    assert found["stored_bytes"] == after.record.chain[-1].bytes
+    assert found["stored_bytes"] == after.record.chain[-1].size_bytes
     assert "norm of change" in cnr("diff", store.url, 2, 3).out

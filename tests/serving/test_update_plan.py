@@ -28,7 +28,7 @@ COMMUTING = ("compact", "tag", "untag", "channel", "expire", "fork")
 def segment(name: str, l0: int = 0, l1: int = 1, *, sha256: str = "") -> ChainEntry:
     """A baseline is named in capitals."""
     kind: Any = "baseline" if name.isupper() else "delta"
-    return ChainEntry(seg=name, sha256=sha256, kind=kind, l0=l0, l1=l1, bytes=1, rows=1)
+    return ChainEntry(seg=name, sha256=sha256, kind=kind, l0=l0, l1=l1, size_bytes=1, rows=1)
 
 
 def chain(names: str) -> tuple[ChainEntry, ...]:

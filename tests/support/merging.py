@@ -98,7 +98,7 @@ def merge(
     sha, size, manifest = write_manifest(storage, name, document)
     entry = ChainEntry(
         seg=name, sha256=sha, kind=kind, l0=first.l0, l1=last.l1, rows=manifest.changed_rows,
-        bytes=size + sum(item.size for item in manifest.objects),
+        size_bytes=size + sum(item.size for item in manifest.objects),
     )  # fmt: skip
     return in_chain([*readers[: run[0]], SegmentReader.open(storage, entry)])[-1]
 

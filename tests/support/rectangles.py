@@ -197,7 +197,7 @@ class Parts:
         sha, size, manifest = write_manifest(self.store.storage, name, document)
         entry = ChainEntry(
             seg=name, sha256=sha, kind=manifest.kind, l0=l0, l1=l1, rows=manifest.changed_rows,
-            bytes=size + sum(item.size for item in manifest.objects),
+            size_bytes=size + sum(item.size for item in manifest.objects),
         )  # fmt: skip
         draft = draft_after(
             record, "baseline" if full else "delta", WriterInfo(host="", lib="", run_id=""), chain=(*chain, entry),

@@ -98,7 +98,7 @@ def forge_head(store: Store, change: Callable[[Manifest, Forgery], Manifest]) ->
     data = pack(document_of(manifest))
     store.storage.put(key, data)
     size = len(data) + sum(item.size for item in manifest.objects)
-    forged = msgspec.structs.replace(entry, sha256=sha256(data), bytes=size, rows=manifest.changed_rows)
+    forged = msgspec.structs.replace(entry, sha256=sha256(data), size_bytes=size, rows=manifest.changed_rows)
     raw = store.storage.read(layout.commit_key(record.v))
     assert raw is not None
     plain = decode_record(raw, record.v).record

@@ -18,7 +18,7 @@ from tests.support.ranks import ThreadRank, thread_ranks
 
 def entry(number: int) -> ChainEntry:
     return ChainEntry(
-        seg=f"{number:020d}-{'0' * 32}", sha256="0" * 64, kind="delta", l0=number, l1=number + 1, bytes=1, rows=1
+        seg=f"{number:020d}-{'0' * 32}", sha256="0" * 64, kind="delta", l0=number, l1=number + 1, size_bytes=1, rows=1
     )  # fmt: skip
 
 

@@ -308,7 +308,7 @@ def test_a_report_says_what_a_save_cost(backend: Backend) -> None:
 
     assert report is not None
     assert report == manager.last_save
-    assert report.size_bytes == store.record(report.version).chain[-1].bytes
+    assert report.size_bytes == store.record(report.version).chain[-1].size_bytes
     assert report.stall_s > 0
     assert report.encode_s > 0
     assert report.commit_s > 0

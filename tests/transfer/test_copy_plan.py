@@ -17,7 +17,7 @@ def chain_of(*names: int) -> tuple[ChainEntry, ...]:
     return tuple(
         ChainEntry(
             seg=f"{0:020d}-{name:032x}", sha256="0" * 64, kind="delta" if at else "baseline", l0=at, l1=at + 1,
-            bytes=1, rows=1,
+            size_bytes=1, rows=1,
         )
         for at, name in enumerate(names)
     )  # fmt: skip

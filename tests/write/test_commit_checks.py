@@ -15,7 +15,9 @@ WRITER = WriterInfo(host="h", lib="l", run_id="r")
 
 
 def entry(index: int, kind: Any = "delta") -> ChainEntry:
-    return ChainEntry(seg=f"{index:020d}-{index:032x}", sha256="", kind=kind, l0=index, l1=index + 1, bytes=1, rows=1)
+    return ChainEntry(
+        seg=f"{index:020d}-{index:032x}", sha256="", kind=kind, l0=index, l1=index + 1, size_bytes=1, rows=1
+    )
 
 
 def head(length: int) -> CommitRecord:

@@ -225,7 +225,7 @@ def with_manifest(world: World, change: Callable[[dict[str, Any]], None]) -> Non
     record["chain"][-1] |= {
         "sha256": sha256(data),
         "rows": sum(row_list["count"] for row_list in lists if row_list),
-        "bytes": len(data) + sum(item["size"] for item in [*manifest["objects"], *arrays]),
+        "size_bytes": len(data) + sum(item["size"] for item in [*manifest["objects"], *arrays]),
     }
     world.write(commit_key(version), sealed(record))
 

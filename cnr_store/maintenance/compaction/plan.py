@@ -74,9 +74,9 @@ def choose_run(chain: Sequence[ChainEntry], policy: CompactionPolicy) -> Run | N
     """
     if len(chain) < 2:
         return None
-    held, allowed = sum(entry.bytes for entry in chain[1:]), (policy.max_restore_ratio - 1) * chain[0].bytes
+    held, allowed = sum(entry.size_bytes for entry in chain[1:]), (policy.max_restore_ratio - 1) * chain[0].size_bytes
     if held > allowed:
-        share = f"{held / chain[0].bytes:.0%} of" if chain[0].bytes else "more than"
+        share = f"{held / chain[0].size_bytes:.0%} of" if chain[0].size_bytes else "more than"
         reason = f"the deltas have {share} the baseline's bytes; the policy allows {policy.max_restore_ratio - 1:.0%}"
         return Run(0, len(chain), "baseline", reason)
     too_long = len(chain) > policy.max_chain
@@ -117,7 +117,7 @@ def _fullest_tier(chain: Sequence[ChainEntry], fanout: int, least: int) -> tuple
     """
     tiers: list[int] = []
     for entry in reversed(chain[1:]):
-        tiers.append(max(_tier(entry.bytes, fanout), tiers[-1] if tiers else 0))
+        tiers.append(max(_tier(entry.size_bytes, fanout), tiers[-1] if tiers else 0))
     tiers.reverse()
     for tier in sorted(set(tiers), reverse=True):
         if tiers.count(tier) >= least:

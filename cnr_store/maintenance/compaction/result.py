@@ -107,7 +107,7 @@ def put_manifest(
     digest, size, manifest = write_manifest(storage, job.segment, document)
     return ChainEntry(
         seg=job.segment, sha256=digest, kind=job.run.kind, l0=first.l0, l1=last.l1,
-        bytes=size + sum(entry.size for entry in manifest.objects), rows=manifest.changed_rows,
+        size_bytes=size + sum(entry.size for entry in manifest.objects), rows=manifest.changed_rows,
     )  # fmt: skip
 
 

@@ -200,7 +200,7 @@ class _Plan:
         return replace(
             report, outcome=outcome, kind=self.run.kind, run=self.names, l0=self.entries[0].l0, l1=self.entries[-1].l1,
             reason=self.run.reason if reason is None else reason, tasks=len(self.tasks),
-            bytes_in=sum(entry.bytes for entry in self.entries), rows_in=sum(entry.rows for entry in self.entries),
+            bytes_in=sum(entry.size_bytes for entry in self.entries), rows_in=sum(entry.rows for entry in self.entries),
         )  # fmt: skip
 
 
@@ -299,7 +299,7 @@ class _Work:
         except Conflict as error:
             return replace(report, outcome="abandoned", reason=str(error), reused_tasks=self._reused)
         return replace(
-            report, outcome="committed", version=entry.record.v, bytes_out=merged.bytes, rows_out=merged.rows,
+            report, outcome="committed", version=entry.record.v, bytes_out=merged.size_bytes, rows_out=merged.rows,
             chain_after=len(entry.record.chain),
         )  # fmt: skip
 
@@ -342,7 +342,7 @@ class _Work:
 
     def _report_progress(self) -> None:
         """Tell the caller how many of the run's bytes are merged: the share of the codes in finished tasks."""
-        total = sum(entry.bytes for entry in self._plan.entries)
+        total = sum(entry.size_bytes for entry in self._plan.entries)
         size = sum(task.size_bytes for task in self._plan.tasks)
         finished = sum(task.size_bytes for task in self._plan.tasks if task.index in self._done)
         self._options.progress("compact", total * finished // size if size else total, total)
@@ -370,8 +370,9 @@ class _Work:
         """Read newer records; raise `Conflict` if the result cannot be committed any more."""
         ends = self._plan.entries
         provisional = ChainEntry(
-            seg=self._job.segment, sha256="", kind=self._plan.run.kind, l0=ends[0].l0, l1=ends[-1].l1, bytes=0, rows=0
-        )
+            seg=self._job.segment, sha256="", kind=self._plan.run.kind, l0=ends[0].l0, l1=ends[-1].l1,
+            size_bytes=0, rows=0,
+        )  # fmt: skip
         while (entry := self._store.poll(self._head)) is not None:
             rebase_compact(entry.record, entry, merged=provisional, run=self._plan.names)
             self._head = entry

@@ -80,7 +80,7 @@ class SegmentNames:
         chain = []
         for entry in entries:
             name = self._names.setdefault(entry.seg, entry.seg)
-            self.sizes.setdefault(name, entry.bytes)
+            self.sizes.setdefault(name, entry.size_bytes)
             chain.append(name)
         key = tuple(chain)
         return self._chains.setdefault(key, key)

@@ -105,7 +105,7 @@ class ChainChecks:
     def check_chains(self, targets: list[LogEntry], *, deep: bool) -> None:
         """Read every object of these chains, and with ``deep`` replay their tables. Blocks."""
         items = (item for entry in targets for item in entry.record.chain)
-        sizes = {item.seg: item.bytes for item in items if item.seg not in self._reads.checked}
+        sizes = {item.seg: item.size_bytes for item in items if item.seg not in self._reads.checked}
         count = Count("objects", sum(sizes.values()), self._progress)
         sound: list[LogEntry] = []
         last: tuple[tuple[ChainEntry, ...], list[SegmentReader | None]] = ((), [])
@@ -141,11 +141,11 @@ class ChainChecks:
     ) -> tuple[Problem, ...]:
         self._reads.objects += 1
         if reader is None:
-            count.advance(item.bytes)
+            count.advance(item.size_bytes)
             return ()
         self._reads.objects += len(reader.manifest.objects)
-        self._reads.size_bytes += item.bytes
-        count.advance(item.bytes - sum(one.size for one in reader.manifest.objects))
+        self._reads.size_bytes += item.size_bytes
+        count.advance(item.size_bytes - sum(one.size for one in reader.manifest.objects))
         found = Findings()
         check_objects(self._storage, reader, versions, self._workers, found, count.advance)
         return tuple(found.problems)

@@ -103,7 +103,7 @@ def _records(store: Store, limit: int | None) -> Iterator[Document]:
             "version": record.v, "kind": record.kind, "step": record.step, "checkpoint": record.checkpoint,
             "time_ms": record.ts_ms, "epoch": record.epoch, "chain_length": len(record.chain),
             "writer": record.writer.host, "segment": None if saved is None else saved.seg,
-            "size_bytes": None if saved is None else saved.bytes, "rows": None if saved is None else saved.rows,
+            "size_bytes": None if saved is None else saved.size_bytes, "rows": None if saved is None else saved.rows,
             "name": name, "target": record.target, "user": record.user, "expired": not newest.is_live(record.v),
             **_names(head.tags, head.channels, record.v),
         }  # fmt: skip
@@ -139,7 +139,7 @@ def _version(store: Store, snapshot: Snapshot) -> Document:
     chain: list[Document] = []
     all_sizes = []
     for manifest, entry in zip(snapshot.manifests, record.chain, strict=True):
-        sizes, full = segment_sizes(manifest, segment_bytes=entry.bytes), fp32_bytes(manifest)
+        sizes, full = segment_sizes(manifest, segment_bytes=entry.size_bytes), fp32_bytes(manifest)
         all_sizes.append(sizes)
         chain.append(
             {
@@ -260,7 +260,7 @@ def diff(
         known = {entry.seg for entry in old.record.chain}
         document: Document = {
             "url": store.url, "branch": store.branch, "before": old.version, "after": new.version,
-            "stored_bytes": sum(entry.bytes for entry in new.record.chain if entry.seg not in known),
+            "stored_bytes": sum(entry.size_bytes for entry in new.record.chain if entry.seg not in known),
         }  # fmt: skip
         compared = compare_tables(old, new)
         document["tables"] = to_document(compared)

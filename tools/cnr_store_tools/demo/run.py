@@ -203,7 +203,8 @@ def _checkpoints(store: Store, training: WorkerProcess, full_bytes: int) -> tupl
     found = [
         DemoCheckpoint(
             version=record.v, step=record.step, kind=record.kind, rows=record.chain[-1].rows,
-            size_bytes=record.chain[-1].bytes, ratio=full_bytes / record.chain[-1].bytes, stall_s=stalls.get(record.v),
+            size_bytes=record.chain[-1].size_bytes, ratio=full_bytes / record.chain[-1].size_bytes,
+            stall_s=stalls.get(record.v),
         )
         for record in store.log()
         if record.kind in ("baseline", "delta")

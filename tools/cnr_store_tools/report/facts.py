@@ -119,8 +119,8 @@ def _version(record: CommitRecord, names: tuple[str, ...]) -> VersionFacts:
     timing = record.user.get("timing")
     return VersionFacts(
         version=record.v, kind=record.kind, step=record.step, time_ms=record.ts_ms,
-        size_bytes=None if saved is None else saved.bytes, rows=None if saved is None else saved.rows,
-        restore_bytes=sum(entry.bytes for entry in record.chain), restore_segments=len(record.chain), names=names,
+        size_bytes=None if saved is None else saved.size_bytes, rows=None if saved is None else saved.rows,
+        restore_bytes=sum(entry.size_bytes for entry in record.chain), restore_segments=len(record.chain), names=names,
         stall_s=_seconds(timing, "stall_s"), encode_s=_seconds(timing, "encode_s"),
     )  # fmt: skip
 
@@ -140,7 +140,7 @@ def _segments(snapshot: Snapshot) -> tuple[list[SegmentFacts], int]:
             # Column shards of a table have the same rows: count those that begin at its first column.
             if part.columns[0] == 0:
                 rows[part.table] += sum(row_list.count for row_list in lists if row_list is not None)
-        sizes = segment_sizes(manifest, segment_bytes=entry.bytes)
+        sizes = segment_sizes(manifest, segment_bytes=entry.size_bytes)
         found.append(SegmentFacts(entry.seg, entry.kind, manifest.step, sizes, rows))
         full = fp32_bytes(manifest)
     return found, full
