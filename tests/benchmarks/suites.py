@@ -44,6 +44,7 @@ SUITES = (
     Suite("dense", "bench_dense.py", "dense parameters and their optimizer state at size", "not about tables"),
     Suite("frequency", "bench_frequency.py", "saves per hour that a training can afford, a save after every step"),
     Suite("models", "bench_models.py", "saves of models with 26 to 1,000 tables"),
+    Suite("first", "bench_first_save.py", "a first save beside the training"),
     Suite("growth", "bench_growth.py", "what grows with rows, versions, tables and writers", "one size grows at once"),
     Suite("keys", "bench_keys.py", "tables that grow by key, beside 8-bit rows in Parquet", "one hashed table"),
     Suite("plan", "bench_plan.py", "a large model on many GPUs, computed from measured rates", "1 and 100 TB"),
