@@ -38,6 +38,7 @@ from cnr_store.runtime.local_files import (
     write_whole,
 )
 from cnr_store.runtime.notebook import ShownReport
+from cnr_store.storage.local import check_path
 
 RECORDING = "__recording.json"
 """No table's folder is called so: names that begin with two underscores are encoded."""
@@ -196,6 +197,7 @@ def _write(
     on_version: Callable[[RecordedVersion], None] | None,
 ) -> RecordingReport:
     checked_count("max_file_bytes", max_file_bytes, least=1)
+    check_path(folder)
     with _failing_at(folder):
         if folder.exists() and not folder.is_dir():
             raise BadInput(f"{folder} is a file; changes are written to a folder", path=str(folder))

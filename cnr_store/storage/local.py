@@ -58,6 +58,24 @@ _RWF_DONTCACHE = 0x80
 _NO_DONTCACHE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
 
 
+def check_path(path: str | os.PathLike[str]) -> None:
+    """Check the name of a file or folder of the caller. No I/O.
+
+    Raises
+    ------
+    BadInput
+        It holds a NUL character, or is not valid Unicode: records and documents name paths, and pyarrow takes
+        no others.
+    """
+    text = os.fspath(path)
+    if "\0" in text:
+        raise BadInput(f"{text!r} is no path: it holds a NUL character", found=text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadInput(f"{text!a} is not valid Unicode; rename the file or folder", found=ascii(text)) from None
+
+
 class LocalStorage(Storage):
     """Objects as files below ``root``, which is created by the first write."""
 
@@ -68,13 +86,9 @@ class LocalStorage(Storage):
                 "object store (s3://, gs://, abfs://, http://), or the Windows Subsystem for Linux",
                 path=root, found=sys.platform,
             )  # fmt: skip
-        if not root or "\0" in root:
-            what = "it holds a NUL character" if root else 'give "." for the present folder'
-            raise BadInput(f"{root!r} is no path: {what}", found=root)
-        try:
-            root.encode()
-        except UnicodeEncodeError:  # records and documents name the store that they are from
-            raise BadInput(f"{root!r} is not valid Unicode; rename the folder", found=ascii(root)) from None
+        if not root:
+            raise BadInput("'' is no path: give \".\" for the present folder", found=root)
+        check_path(root)
         super().__init__(os.path.abspath(root), is_exclusive=not unsafe_single_writer)
         self.root = self.url
         self.fsync = fsync

@@ -26,6 +26,7 @@ from cnr_store.read.snapshot import Snapshot
 from cnr_store.read.table_view import TableView
 from cnr_store.runtime.local_files import failing_at
 from cnr_store.runtime.notebook import ShownReport
+from cnr_store.storage.local import check_path
 from cnr_store.transfer.safetensors_file import TensorSpec, carrier_dtype, row_windows, write_safetensors
 
 ExportFormat = Literal["safetensors", "parquet", "npy"]
@@ -119,12 +120,13 @@ def export_snapshot(
     PathExists
         ``path`` exists, and ``overwrite`` is False.
     BadInput
-        ``path`` is a folder that is not an export, two tensors would get one name, or a table that is not
-        named has at least 256 MiB of rows, nearly none of which are stored.
+        ``path`` is not valid Unicode, or a folder that is not an export, two tensors would get one name, or a table
+        that is not named has at least 256 MiB of rows, nearly none of which are stored.
     Unsupported
         A one-dimensional slot is stored per column range; export such a table without slots.
     CorruptStore, AccessDenied, StorageFailure
     """
+    check_path(path)
     target = Path(path)
     writers = {"safetensors": _write_safetensors, "parquet": _write_parquet, "npy": _write_npy}
     if format not in writers:

@@ -14,6 +14,7 @@ from cnr_store import BadInput, CnrStoreError, NotFound, StorageFailure, Store, 
 from cnr_store.changes import changes, recorded_cursor, write_ipc, write_parquet
 from cnr_store.changes.recording import RECORDING
 from cnr_store.integrations.torch_file import load_torch_file
+from cnr_store.transfer.exporting import ExportFormat
 from cnr_store.transfer.safetensors_file import open_safetensors
 from tests.support.memory import store_in_memory
 from tests.tools.sample_store import build_store
@@ -192,3 +193,17 @@ def test_an_import_that_finds_no_room_for_its_mirror_says_so(store: Store, tmp_p
 def test_a_root_that_is_no_path_is_refused() -> None:
     with pytest.raises(BadInput, match="NUL"):
         Store.open("a\0b")
+
+
+@pytest.mark.parametrize("name", ["out\udcff", "a\0b"])
+def test_a_target_that_is_no_text_is_refused(store: Store, tmp_path: Path, name: str) -> None:
+    """Parquet, and names that no file system takes, ended in an error of pyarrow or of Python."""
+    forms: list[ExportFormat] = ["safetensors", "npy", "parquet"]
+    for form in forms:
+        with pytest.raises(BadInput, match=r"is not valid Unicode|it holds a NUL"):
+            export_snapshot(store.snapshot(), tmp_path / name, format=form)
+    for write in (write_parquet, write_ipc):
+        with changes(store) as stream, pytest.raises(BadInput, match=r"is not valid Unicode|it holds a NUL"):
+            write(stream, tmp_path / name)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]

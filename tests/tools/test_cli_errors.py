@@ -141,7 +141,7 @@ def test_a_path_that_is_no_text_is_a_wrong_argument(words: list[str], option: li
 
     assert done.code == 4
     assert "is not valid Unicode; rename the file or folder" in (done.err or done.document["error"]["message"])
-    with pytest.raises(BadInput, match="is not valid Unicode; rename the folder"):
+    with pytest.raises(BadInput, match="is not valid Unicode; rename the file or folder"):
         Store.open(str(odd))
 
 
