@@ -195,6 +195,7 @@ class Loader(TableLookups, Closing):
             version=self.version,
             step=self.step,
             staged=self._queue.staged_version,
+            is_expired=follower.is_expired,
             staleness_s=self.staleness_s,
             age_s=max(0.0, (wall_ms() - self._queue.states[0].entry.record.ts_ms) / 1000),
             checked_s=time.monotonic() - follower.tail.checked_s,

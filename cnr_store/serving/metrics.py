@@ -46,6 +46,10 @@ class LoaderMetrics:
         The served version.
     staged
         The staged version, which `Loader.apply` publishes, or None.
+    is_expired
+        Whether the served version has expired in the store, as far as the loader knows: it is served from memory, and
+        cannot be loaded again. A version that a loader is pinned to expires unless a tag, a channel or a cursor keeps
+        it.
     staleness_s
         Seconds since the commit of the first version that the loader should serve and does not, as far as it knows; 0
         if there is none. An unreachable store shows in ``checked_s``, not here.
@@ -80,6 +84,7 @@ class LoaderMetrics:
     version: int = 0
     step: int = 0
     staged: int | None = None
+    is_expired: bool = False
     staleness_s: float = 0.0
     age_s: float = 0.0
     checked_s: float = 0.0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from cnr_store.errors import CnrStoreError, CorruptStore, NotFound, StorageFailure, VersionRefused
-from cnr_store.format.commit_record import LogEntry
+from cnr_store.errors import CnrStoreError, CorruptStore, NotFound, StorageFailure, VersionExpired, VersionRefused
+from cnr_store.format.commit_record import LogEntry, is_live
 from cnr_store.log.clock import wall_ms
 from cnr_store.serving.candidate import pass_gate
 from cnr_store.serving.following import ServeTarget, plan_between, repeats, wanted_version
@@ -21,6 +22,8 @@ from cnr_store.serving.state_builder import StateBuilder
 from cnr_store.serving.update.update_plan import Apply, Compare, Same, UpdatePlan
 from cnr_store.serving.version_queue import VersionQueue
 from cnr_store.store import Store
+
+logger = logging.getLogger(__name__)
 
 MOST_RECORDS = 8
 """Maximum number of records that are followed one by one; with more new records a loader goes to the newest state."""
@@ -84,6 +87,7 @@ class VersionFollower:
         self._cursor = None if options.cursor is None else FollowingCursor(store, options.cursor)
         self._refusal: _Refusal | None = None
         self._pinned: int | None = None
+        self._expired: int | None = None
         self._wanted: int | None = None
         self._behind_since_ms: int | None = None
         self.tail = LogTail(store)
@@ -95,6 +99,11 @@ class VersionFollower:
         if since is None or wanted == self._queue.view.version:
             return 0.0
         return max(0.0, (wall_ms() - since) / 1000)
+
+    @property
+    def is_expired(self) -> bool:
+        """Whether the served version is not live any more, by the newest record that was read."""
+        return not is_live(self.tail.seen.record, self._queue.view.version)
 
     @property
     def cursor_version(self) -> int | None:
@@ -242,8 +251,14 @@ class VersionFollower:
         queue = self._queue
         if not queue.waits:
             queue.show()  # does nothing, unless other processes could not be informed before
-        version = wanted_version(target, self.tail.seen.record)
         newest = queue.newest
+        try:
+            version = wanted_version(target, self.tail.seen.record)
+        except VersionExpired as error:
+            if target.version != newest.version:
+                raise
+            self._note_expired(error)
+            return
         if version == newest.version:
             return
         entry = self.tail.entry(version)
@@ -259,6 +274,12 @@ class VersionFollower:
             with nullcontext() if isinstance(plan, Apply) else leased(self._store, version):
                 self._take(entry, plan, insists=insists)
         self.tail.forget(version)
+
+    def _note_expired(self, error: VersionExpired) -> None:
+        """Log once that the version to stay at has expired: nothing is read of it any more, so no poll fails."""
+        if self._expired != error.version:
+            self._expired = error.version
+            logger.warning("%s: %s; it is served from memory, and cannot be loaded again", self._store.url, error)
 
     def _take(self, entry: LogEntry, plan: UpdatePlan, *, insists: bool = False) -> None:
         """Read the changes from the newest state to ``entry``, or all rows if there is none, and stage them.

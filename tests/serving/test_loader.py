@@ -340,12 +340,24 @@ def test_a_version_that_expired_cannot_be_rolled_back_to(training: Training) -> 
         caught_up(loader, training.store)
 
 
-def test_a_pinned_version_that_expires_stays_and_is_told(training: Training) -> None:
+def test_a_pinned_version_that_expires_stays_and_is_told_once(
+    training: Training, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each poll was an error, with a pause, and with a line in the log whenever the floor rose."""
     first = training.save()
     with Loader(training.open(), follow=False) as loader:
         rows = served(loader)
-        training.full()
-        training.forget()
-        assert isinstance(loader.poll().error, VersionExpired)
+        assert not loader.metrics().is_expired
+        for _ in range(3):
+            training.full()
+            training.forget()
+            assert loader.poll().error is None
+            assert loader.metrics().is_expired
         assert loader.version == first
         assert same_bits(served(loader)["user"], rows["user"])
+        assert loader.metrics().errors == 0
+        assert caplog.text.count(f"version {first} has expired") == 1
+
+        loader.unpin()
+        caught_up(loader, training.store)
+        assert not loader.metrics().is_expired

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from cnr_store import NotFound
-from cnr_store.errors import BranchNotFound, ChannelNotFound, VersionExpired
+from cnr_store.errors import BranchNotFound, ChannelNotFound
 from cnr_store.serving import Loader, LoaderOptions
 from tests.maintenance.maintained_lines import Line
 from tests.maintenance.test_maintained_store_machine import MaintainedStoreMachine
@@ -120,11 +120,9 @@ class LoaderMachine(MaintainedStoreMachine):
         wanted = self.wanted(follower)
         if wanted is None:
             assert isinstance(poll.error, ChannelNotFound)
-        elif isinstance(poll.error, VersionExpired):
-            assert follower.pinned == loader.version
-            assert not follower.line.log.is_live(loader.version)
         else:
             assert poll.error is None
+            assert loader.metrics().is_expired is not follower.line.log.is_live(loader.version)
             assert loader.version == wanted
             assert loader.staleness_s == 0
         assert poll.is_updated or (poll.rows, poll.size_bytes) == (0, 0)
