@@ -254,17 +254,17 @@ def row_errors(values: Float32s, encoding: Affine) -> npt.NDArray[np.float64]:
 
 def greedy_distances(
     values: Float32s, bits: int, bins: tuple[int, ...], ratios: tuple[float, ...]
-) -> npt.NDArray[np.float64]:
-    """Return the mean distance of the rows from their codes, for each number of bins and ratio of the greedy search.
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """Return the mean distance of the rows from their codes, for each number of bins and ratio, and the search's steps.
 
     A path of a smaller ratio is a beginning of a longer one: one search gives the errors of every ratio. Parameters
-    are not rounded. `values` (n, dim) must be codable, with at least one row; returns float64 (bins, ratios).
+    are not rounded. `values` (n, dim) must be codable, with at least one row; returns float64 and int64 (bins, ratios).
     """
     paths, starts, steps = _greedy_paths(bits, bins, ratios)
     distances = np.empty(steps.shape)
     affine_kernels.greedy_distances(values, np.float32(2**bits - 1), paths, starts, steps, distances)
     distances /= len(values)
-    return distances
+    return distances, steps
 
 
 @lru_cache(maxsize=8)
@@ -278,11 +278,6 @@ def _greedy_paths(
     for array in (paths, starts, steps):
         array.flags.writeable = False
     return paths, starts, steps
-
-
-def greedy_steps(bits: int, bins: tuple[int, ...], ratios: tuple[float, ...]) -> npt.NDArray[np.int64]:
-    """Return how many steps the greedy search takes, int64 (bins, ratios). Read-only, shared."""
-    return _greedy_paths(bits, bins, ratios)[2]
 
 
 @lru_cache(maxsize=64)

@@ -95,8 +95,7 @@ def choose_greedy(sample: Float32s, bits: int) -> tuple[int, float]:
         return _UNMEASURED[bits]
     limit = min(_SAMPLE_LIMIT, max(1, _SAMPLE_ELEMENTS // rows.shape[1]))
     rows = np.ascontiguousarray(rows[:: -(-len(rows) // limit)])
-    distances = affine.greedy_distances(rows, bits, GREEDY_BINS, GREEDY_RATIOS)
-    steps = affine.greedy_steps(bits, GREEDY_BINS, GREEDY_RATIOS)
+    distances, steps = affine.greedy_distances(rows, bits, GREEDY_BINS, GREEDY_RATIOS)
     worthy = np.nonzero(distances <= distances.min() * _WORTH_THE_STEPS)
     chosen = np.lexsort((distances[worthy], steps[worthy]))[0]  # fewest steps, then least error
     num_bins, ratio = GREEDY_BINS[worthy[0][chosen]], GREEDY_RATIOS[worthy[1][chosen]]

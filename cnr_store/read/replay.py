@@ -149,7 +149,7 @@ class Replay:
             held[index] = values
             return True
         values = np.ascontiguousarray(values).reshape(len(values), -1)
-        if adds and held.dtype == np.int32 and name in _wrapping(spec):
+        if adds and held.dtype == np.int32 and spec.wraps:
             return checked_codes(row_kernels.add_codes_wrapping(held, index, 0, values), plan, step)
         if block is not None:
             bad = row_kernels.add_block(block, values, shift) if adds else row_kernels.put_block(block, values, shift)
@@ -406,11 +406,6 @@ def _in_two_lists(step: Step, row: int) -> CorruptStore:
         "run `cnr verify`",
         table=step.part.table, found=row,
     )  # fmt: skip
-
-
-def _wrapping(spec: ArraySpec) -> tuple[str, ...]:
-    """float_bits differences are modulo 2^32 wherever codes need int32."""
-    return (spec.name,) if spec.is_integer and not hasattr(spec.encoding, "scale") else ()
 
 
 def checked_codes(bad: int, plan: TablePlan, step: Step) -> bool:

@@ -329,7 +329,8 @@ class TableView(ProcessBound):
         columns: tuple[int, int] | None = None,
     ) -> dict[str, Array]:
         """Check or allocate outputs and present each as (rows, width)."""
-        self._refuse_hashed("read")
+        if self.schema.keys == "hashed":
+            raise BadInput(f"table {self.name!r} has hashed keys; use read_all() instead of read()", table=self.name)
         stop = self.schema.num_rows if stop is None else stop
         if not 0 <= start <= stop <= self.schema.num_rows:
             raise BadInput(
@@ -376,10 +377,6 @@ class TableView(ProcessBound):
 
     def _shaped(self, name: str, array: Array) -> Array:
         return array.reshape(-1) if self._specs[name].is_vector else array
-
-    def _refuse_hashed(self, verb: str) -> None:
-        if self.schema.keys == "hashed":
-            raise BadInput(f"table {self.name!r} has hashed keys; use read_all() instead of {verb}()", table=self.name)
 
 
 def _has_overlaps(array: Array) -> bool:

@@ -346,7 +346,7 @@ class _Reading:
         plan, snapshot = planned.plan, planned.snapshot
         targets = restore_targets(plan, self._optimizers)
         dense = read_dense(snapshot, plan, self._optimizers)
-        read_tables(snapshot, targets, "exact")
+        read_tables(snapshot, targets)
         finish_tables(snapshot, targets, self._optimizers, "exact")
         apply_dense(plan, dense, snapshot.dense, planned.state, self._optimizers)
         fill_new_rows(plan, self._resize)

@@ -115,7 +115,7 @@ def restore_targets(plan: RestorePlan, optimizers: Sequence[torch.optim.Optimize
     return Targets(outputs, windowed, sparse)
 
 
-def read_tables(snapshot: Snapshot, targets: Targets, slots_rule: SlotsRule) -> None:
+def read_tables(snapshot: Snapshot, targets: Targets) -> None:
     """Fill the ``outputs``, as ``Writer.restore`` does, without a writer. Blocks."""
     named = {
         shard: {"codes" if name == "values" else f"slots/{name}": array for name, array in arrays.items()}
@@ -127,7 +127,7 @@ def read_tables(snapshot: Snapshot, targets: Targets, slots_rule: SlotsRule) -> 
     for shard, arrays in named.items():
         if shard.table not in together:
             view = snapshot.table(shard.table)
-            view.load(arrays, shard.rectangle_in(view.schema), slots_rule)
+            view.load(arrays, shard.rectangle_in(view.schema), "exact")
 
 
 def finish_tables(

@@ -21,7 +21,7 @@ from cnr_store.errors import CnrStoreError
 from cnr_store.format.records import TableSchema
 from cnr_store.segment.codes import Array, ArraySpecs, Differences, TableCodes
 from cnr_store.segment.shards import Shard
-from cnr_store.types import Lattice, Rectangle
+from cnr_store.types import Rectangle
 
 Key = tuple[str, Rectangle | None]
 """A table, and the rectangle that a caller names of it: None where he holds one."""
@@ -111,15 +111,9 @@ class AlikeShards:
                 bounds[:, 0], bounds[:, 1],
                 {one.name: np.array([codes.place_of(one.name) for codes in self.codes], np.int64)
                  for one in self.arrays},
-                {name: np.array([_scale(specs, name) for specs in self.specs], np.float32) for name in lattices},
+                {name: np.array([specs[name].scale for specs in self.specs], np.float32) for name in lattices},
             )  # fmt: skip
         return self._columns
-
-
-def _scale(specs: ArraySpecs, name: str) -> float:
-    encoding = specs[name].encoding
-    assert isinstance(encoding, Lattice)  # its differences have no shift
-    return encoding.scale
 
 
 ALONE = -1

@@ -22,7 +22,7 @@ from cnr_store.runtime.local_files import failing_at, reserve
 from cnr_store.runtime.threads import Workers, blocks
 from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, TASK_ROWS, Allocate, Array, TableCodes
 from cnr_store.segment.shards import Shard
-from cnr_store.types import MAX_CODE, Lattice, RowIds
+from cnr_store.types import MAX_CODE, RowIds
 from cnr_store.write.alike_shards import Held, ShardLines
 from cnr_store.write.delta_rows import EncodedRows
 from cnr_store.write.encode import ENCODE_ROWS, EncodedList, put_escapes
@@ -307,7 +307,7 @@ def move_array(mirror: TableCodes, name: str, item: EncodedList, workers: Worker
     codes = np.ascontiguousarray(as_columns(item.arrays[name]))
     held = mirror.arrays[name]
     kernel: Callable[..., int] = row_kernels.add_codes if adds else row_kernels.put_codes
-    is_wrapping = adds and _wraps(mirror, name)
+    is_wrapping = adds and held.dtype == np.int32 and mirror.specs[name].wraps
 
     def move(start: int, stop: int) -> int:
         """Return the position that an int16 mirror cannot hold, or ``stop``."""
@@ -323,11 +323,6 @@ def move_array(mirror: TableCodes, name: str, item: EncodedList, workers: Worker
     rest = [(done, stop) for done, (_, stop) in zip(reached, ranges, strict=True) if done < stop]
     if rest:
         finish_move(mirror, name, item, rest, adds=adds)
-
-
-def _wraps(mirror: TableCodes, name: str) -> bool:
-    """Return whether differences of an array are modulo 2^32, so that a sum never leaves its mirror's range."""
-    return mirror.arrays[name].dtype == np.int32 and not isinstance(mirror.specs[name].encoding, Lattice)
 
 
 def finish_move(

@@ -248,7 +248,10 @@ class SchemaChanges:
 
     def resize(self, table: str, num_rows: int, written: Set[str]) -> None:
         """Change a dense table's number of rows."""
-        self._refuse_placed("resize_table")
+        if self._state.setup.held.placement is not None:
+            raise Unsupported(
+                "resize_table() is not there for writers that hold shards; use a writer of whole tables on one rank"
+            )
         schema = self.schema(table)
         num_rows = checked_size(table, "rows", num_rows, dim=schema.dim)
         if schema.keys == "hashed":
@@ -338,12 +341,6 @@ class SchemaChanges:
         snapshot = self._state.snapshot
         known = [m.tables for m in snapshot.manifests] if snapshot else [self._state.head_tables]
         return 1 + max((tables[table].generation for tables in known if table in tables), default=0)
-
-    def _refuse_placed(self, verb: str) -> None:
-        if self._state.setup.held.placement is not None:
-            raise Unsupported(
-                f"{verb}() is not there for writers that hold shards; use a writer of whole tables on one rank"
-            )
 
 
 def _sent(proposal: Proposal) -> tuple[Any, int, str, Any]:

@@ -24,7 +24,7 @@ from cnr_store.runtime.addresses import address_of
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import Allocate, Array, ArraySpecs, Differences, TableCodes
 from cnr_store.segment.shards import Shard
-from cnr_store.types import Lattice, Rectangle
+from cnr_store.types import Rectangle
 from cnr_store.write.baseline_rows import EncodedTable, encode_table
 from cnr_store.write.encode import ENCODE_ROWS, EncodedList, OnBadRows
 from cnr_store.write.table_options import TableOptions
@@ -173,14 +173,8 @@ def _encode_array(
     parts = table_kernels.parts_of(starts, counts, addresses, places)
     out, found = np.empty((len(flags), array.width), spec.mirror_dtype), np.empty((len(run), 2), np.int64)
     if array.shift is None:
-        scales = np.array([_scale(one.specs, name) for one in run], np.float32)
+        scales = np.array([one.specs[name].scale for one in run], np.float32)
         table_kernels.lattice_codes(parts, scales, spec.multipliers, spec.presence(), out, flags, found)
     else:
         table_kernels.float_bits_codes(parts, array.shift, spec.multipliers, spec.presence(), out, flags, found)
     return found, out.reshape(-1) if array.is_vector else out
-
-
-def _scale(specs: ArraySpecs, name: str) -> float:
-    encoding = specs[name].encoding
-    assert isinstance(encoding, Lattice)  # its differences have no shift
-    return encoding.scale

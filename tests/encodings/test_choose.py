@@ -92,7 +92,7 @@ def test_one_search_gives_the_errors_of_every_shorter_path(bits: AffineBits) -> 
     rows[3], rows[4] = 7.5, 0.0
     rows[5] *= 100
 
-    distances = affine.greedy_distances(rows, bits, choose.GREEDY_BINS, choose.GREEDY_RATIOS)
+    distances, _ = affine.greedy_distances(rows, bits, choose.GREEDY_BINS, choose.GREEDY_RATIOS)
 
     for num_bins, by_ratio in zip(choose.GREEDY_BINS, distances, strict=True):
         for ratio, distance in zip(choose.GREEDY_RATIOS, by_ratio, strict=True):

@@ -102,8 +102,6 @@ def merge_piece(
     piece: MergePiece,
     out: SegmentWriter,
     workers: Workers,
-    *,
-    cache_bytes: int = CACHE_BYTES,
 ) -> PartLine:
     """Write one part of what the run merges to, and return it. Blocks.
 
@@ -118,8 +116,6 @@ def merge_piece(
         Its columns are inside one stored interval of the table (baseline), or equal those of the run's parts (delta).
     out
         Writes the part's objects; a part without rows has none.
-    cache_bytes
-        Limit on the decoded chunks that are cached.
 
     Returns
     -------
@@ -145,7 +141,7 @@ def merge_piece(
         for operation in _BASELINE if before is None else OPERATIONS:
             rows = MergedRows(readers, plan, operation, statuses, is_delta=start > 0)
             if rows.count:
-                lists[operation], added = write_merged(out, rows, cache_bytes)
+                lists[operation], added = write_merged(out, rows, CACHE_BYTES)
                 found = add_digests(found, added)
     if array_specs(schema).are_additive:
         base = _base_digest(manifests, start, piece) if start > 0 else None

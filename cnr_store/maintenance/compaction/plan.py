@@ -93,7 +93,7 @@ def choose_run(chain: Sequence[ChainEntry], policy: CompactionPolicy) -> Run | N
     return Run(start, len(chain), "delta" if start else "baseline", reason)
 
 
-def run_between(chain: Sequence[ChainEntry], start: int, stop: int, *, reason: str = "asked for") -> Run:
+def run_between(chain: Sequence[ChainEntry], start: int, stop: int) -> Run:
     """Return the run of the positions [start, stop) of a chain.
 
     Raises
@@ -106,7 +106,7 @@ def run_between(chain: Sequence[ChainEntry], start: int, stop: int, *, reason: s
             f"a run needs at least two segments of the chain, found positions [{start}, {stop}) of {len(chain)}",
             expected=(0, len(chain)), found=(start, stop),
         )  # fmt: skip
-    return Run(start, stop, chain[start].kind, reason)
+    return Run(start, stop, chain[start].kind, "asked for")
 
 
 def _fullest_tier(chain: Sequence[ChainEntry], fanout: int, least: int) -> tuple[int, int] | None:

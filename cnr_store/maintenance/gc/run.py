@@ -52,7 +52,7 @@ from cnr_store.maintenance.gc.plan import (
     unexplained,
 )
 from cnr_store.maintenance.gc.report import GcReport, Outcome, ProgressCallback, SegmentReport, VersionReport
-from cnr_store.runtime.arguments import checked_count, checked_number
+from cnr_store.runtime.arguments import checked_number
 from cnr_store.storage import ObjectStat
 from cnr_store.store import Store
 
@@ -63,6 +63,9 @@ MIN_ORPHAN_AGE_S = 86_400.0
 """Lowest orphan age without ``force``, in seconds; with a lower one a save in progress may fail."""
 
 _A_LOG = "a log of the store"
+
+_BATCH = 1000
+"""About how many segments one record marks."""
 
 _PLANS = 50
 """Maximum number of plans of one run, if other writers commit first; the next run does the rest."""
@@ -77,7 +80,6 @@ def collect_garbage(
     dry_run: bool = False,
     force: bool = False,
     despite_damage: bool = False,
-    batch: int = 1000,
     budget_s: float | None = None,
     progress: ProgressCallback | None = None,
     clock_ms: Callable[[], int] | None = None,
@@ -107,8 +109,6 @@ def collect_garbage(
     despite_damage
         Expire versions whose records are damaged, and delete what only they need. Continue if a kept version lacks a
         segment. Run `verify_store` first, and use this only for data that no backup can restore.
-    batch
-        Approximate number of segments that one record marks.
     budget_s
         Stop between two records or two deletions after so many seconds.
     progress
@@ -141,14 +141,13 @@ def collect_garbage(
     >>> report.outcome, report.expired, report.marked
     ('planned', 4, 2)
     """
-    check_arguments(grace_s, orphan_age_s, batch, force=force)
+    check_arguments(grace_s, orphan_age_s, force=force)
     store.internals.check_not_relay()
     store.internals.check_begun()
     started = time.monotonic()
     run = _Collection(
         store, RetentionPolicy() if policy is None else policy,
-        grace_ms=int(grace_s * 1000), orphan_age_ms=int(orphan_age_s * 1000), batch=batch,
-        despite_damage=despite_damage,
+        grace_ms=int(grace_s * 1000), orphan_age_ms=int(orphan_age_s * 1000), despite_damage=despite_damage,
         is_late=lambda: budget_s is not None and time.monotonic() - started >= budget_s,
         progress=progress, clock_ms=wall_ms if clock_ms is None else clock_ms,
     )  # fmt: skip
@@ -159,7 +158,7 @@ def collect_garbage(
     return run.collect()
 
 
-def check_arguments(grace_s: float, orphan_age_s: float, batch: int = 1, *, force: bool) -> None:
+def check_arguments(grace_s: float, orphan_age_s: float, *, force: bool) -> None:
     """Check the arguments of `collect_garbage`. No I/O.
 
     Raises
@@ -177,7 +176,6 @@ def check_arguments(grace_s: float, orphan_age_s: float, batch: int = 1, *, forc
                 "or force=True (`cnr`: --force)",
                 expected=least, found=value,
             )  # fmt: skip
-    checked_count("batch", batch, least=1)
 
 
 class _Overtaken(Exception):
@@ -194,14 +192,13 @@ class _Collection:
         *,
         grace_ms: int,
         orphan_age_ms: int,
-        batch: int,
         despite_damage: bool,
         is_late: Callable[[], bool],
         progress: ProgressCallback | None,
         clock_ms: Callable[[], int],
     ) -> None:
         self._store, self._storage, self._policy = store, store.storage, policy
-        self._grace_ms, self._orphan_age_ms, self._batch = grace_ms, orphan_age_ms, batch
+        self._grace_ms, self._orphan_age_ms = grace_ms, orphan_age_ms
         self._despite_damage = despite_damage
         self._leftover_age_ms = max(orphan_age_ms, int(MIN_GRACE_S * 1000))
         self._is_late, self._progress, self._clock_ms = is_late, progress, clock_ms
@@ -407,7 +404,7 @@ class _Collection:
             logs, folders,
             ages=self._ages_of(unexplained(logs, folders), store_ms), sizes=self._names.sizes,
             policy=self._policy, holds=holds, held=self._held_segments(logs, leases, cursors),
-            times=Times(self._grace_ms, self._orphan_age_ms, now_ms), batch=self._batch,
+            times=Times(self._grace_ms, self._orphan_age_ms, now_ms), batch=_BATCH,
         )  # fmt: skip
         missing = missing_segments(plan, logs, folders)
         if missing and not self._despite_damage:

@@ -20,7 +20,7 @@ from cnr_store.errors import BadRowIds, CorruptStore
 from cnr_store.format.records import PartEntry
 from cnr_store.read.plan import Step, TablePlan, by_columns, plan_table
 from cnr_store.read.replay import ChunkReader, Replay, matching
-from cnr_store.runtime.threads import Inline, Workers
+from cnr_store.runtime.threads import Inline, Workers, blocks
 from cnr_store.segment.codes import (
     ABSENT,
     ADDED,
@@ -224,7 +224,7 @@ class _Application:
         # Rows that are found by key are gathered first, as many as stay in the cache.
         unknown = [
             self._add(ids[low:high], values[low:high], rows[low:high], status[low:high], step)
-            for low, high in _blocks(len(ids))
+            for low, high in blocks(len(ids), BLOCK_ROWS)
         ]
         return np.concatenate([none, *unknown]), (none, rows)
 
@@ -235,7 +235,7 @@ class _Application:
         elif kind.served == kind.table_dtype:
             decode_block(self._spec, values, rows)
         else:
-            for low, high in _blocks(len(values)):
+            for low, high in blocks(len(values), BLOCK_ROWS):
                 floats = np.empty(values[low:high].shape, carrier(kind.table_dtype))
                 decode_block(self._spec, values[low:high], floats)
                 serve(kind, floats, rows[low:high], self._plan.table, 0, _INLINE)
@@ -292,10 +292,6 @@ class _Application:
             f"{self._reader.name}; run `cnr verify`",
             table=self._plan.table,
         )  # fmt: skip
-
-
-def _blocks(count: int) -> list[tuple[int, int]]:
-    return [(low, min(low + BLOCK_ROWS, count)) for low in range(0, count, BLOCK_ROWS)]
 
 
 def _apply_by_replay(
