@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from cnr_store.changes.arrow import RowBlock
 from cnr_store.encodings.widths import carrier
@@ -174,9 +173,5 @@ def merged(left: RowBlock, right: RowBlock) -> RowBlock:
     rows = np.concatenate([left.rows, right.rows])
     order = np.argsort(rows, kind="stable")
     arrays = {name: np.concatenate([left.arrays[name], right.arrays[name]])[order] for name in left.arrays}
-    present = [_mask(block) for block in (left, right)]
+    present = [np.ones(len(one.rows), np.bool_) if one.is_present is None else one.is_present for one in (left, right)]
     return RowBlock(rows[order], arrays, np.concatenate(present)[order])
-
-
-def _mask(block: RowBlock) -> npt.NDArray[np.bool_]:
-    return np.ones(len(block.rows), np.bool_) if block.is_present is None else block.is_present

@@ -67,7 +67,7 @@ def read_range(
 
     def hold(_: TablePlan, start: int, stop: int) -> dict[str, Array]:
         return {
-            name: _codes_in(out[start - plan.start : stop - plan.start], specs[name])
+            name: out[start - plan.start : stop - plan.start].view(specs[name].memory_dtype)
             if _codes_fit(specs[name], out)
             else np.empty((stop - start, out.shape[1]), specs[name].memory_dtype)
             for name, out in wanted.items()
@@ -427,7 +427,3 @@ def _windows(plan: TablePlan, apart: Iterable[ArraySpec]) -> list[tuple[int, int
 def _codes_fit(spec: ArraySpec, out: Array) -> bool:
     """Whether the codes fit the output's own memory; the others are held apart, a window at a time."""
     return bool(out.itemsize == spec.memory_dtype.itemsize and out.flags.c_contiguous)
-
-
-def _codes_in(out: Array, spec: ArraySpec) -> Array:
-    return out.view(spec.memory_dtype)

@@ -127,11 +127,7 @@ def together(ranks: Ranks, share: Callable[[], Any]) -> list[Any]:
 
 def rank_zero(ranks: Ranks, act: Callable[[], Any]) -> Any:
     """Call ``act`` on rank 0 only; return its result, or raise its error, on every rank. Blocks."""
-    return together(ranks, act if ranks.rank == 0 else _nothing)[0]
-
-
-def _nothing() -> None:
-    return None
+    return together(ranks, act if ranks.rank == 0 else lambda: None)[0]
 
 
 def described(error: BaseException) -> dict[str, Any]:

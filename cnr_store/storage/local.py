@@ -173,7 +173,7 @@ class LocalStorage(Storage):
         except OSError as error:
             found = _status(name, folder).st_mode if error.errno == errno.EEXIST else 0
             if stat.S_ISLNK(found):
-                raise self._failure(_is_link(key), "creating", key) from error
+                raise self._failure(OSError(errno.ELOOP, os.strerror(errno.ELOOP), key), "creating", key) from error
             if stat.S_ISDIR(found):
                 self._make_way(folder, key)
                 self._link(folder, temporary, key)
@@ -548,10 +548,6 @@ def _sync_folder(fd: int) -> None:
 
 def _status(name: str, folder: int) -> os.stat_result:
     return os.stat(name, dir_fd=folder, follow_symlinks=False)
-
-
-def _is_link(key: str) -> OSError:
-    return OSError(errno.ELOOP, os.strerror(errno.ELOOP), key)
 
 
 def _unlink_quietly(name: str, folder: int) -> None:

@@ -88,8 +88,10 @@ class RemoteStorage(Storage):
         try:
             if self.is_exclusive:
                 self._pipe_new(key, data)
+            elif self._read(key, 0, 1) is None:  # correct only with a single writer
+                self._pipe(key, data)
             else:
-                self._pipe_unless_there(key, data)
+                return CreateOutcome.EXISTS, None
         except (UnsafeBackend, AccessDenied):
             raise
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - likewise, sorted by class
@@ -101,12 +103,6 @@ class RemoteStorage(Storage):
 
     def _pipe_new(self, key: str, data: bytes) -> None:
         self._pipe(key, data, mode="create")
-
-    def _pipe_unless_there(self, key: str, data: bytes) -> None:
-        """Check that the object does not exist, then write it: correct only with a single writer."""
-        if self._read(key, 0, 1) is not None:
-            raise FileExistsError(key)
-        self._pipe(key, data)
 
     def _list_objects(self, folder: str) -> Iterator[ObjectStat]:
         start = f"{folder}/" if folder else ""

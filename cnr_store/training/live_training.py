@@ -174,7 +174,9 @@ def watch_training(
                 model, plain, optimizers=optimizers, allow_dense=tracking.allow_dense, assume=tracking.movements,
                 on_bypass=tracking.on_bypass, verify_rows=tracking.verify_rows, in_flight=tracking.in_flight,
                 shards=[
-                    watched_layer(shard) if shard.table in layers else watched_shard(shard)
+                    WatchedShard(shard.name, shard.rows[1] - shard.rows[0])
+                    if shard.table in layers
+                    else watched_shard(shard)
                     for shard in shards
                     if shard.table not in plain
                 ],
@@ -311,7 +313,7 @@ def large_layers(
 
 
 class EveryRow:
-    """A source of changes for a table of which every row changes in each step."""
+    """A source of changes for a dense layer, of which every row changes in each step: no hook follows its steps."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
@@ -319,11 +321,6 @@ class EveryRow:
     def take(self) -> torch.Tensor:
         """Return all rows."""
         return torch.arange(self._num_rows)
-
-
-def watched_layer(shard: LocalShard) -> WatchedShard:
-    """Return a dense layer for a tracker: no hook follows its steps, `EveryRow` reports the changed rows."""
-    return WatchedShard(shard.name, shard.rows[1] - shard.rows[0])
 
 
 def check_alike(plan: Callable[[], StatePlan], optimizers: Sequence[torch.optim.Optimizer], ranks: Ranks) -> None:

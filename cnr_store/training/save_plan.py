@@ -152,11 +152,6 @@ def new_chain_state(training: LiveTraining, precision: PrecisionPolicy) -> Chain
     return ChainState(rate, quality, Lineage(Cumulative(lengths)))
 
 
-def sizes_of_chain(record: CommitRecord) -> list[CheckpointSize]:
-    """Return the sizes of a record's own chain. Pure."""
-    return [CheckpointSize(e.kind, e.size_bytes) for e in record.chain]
-
-
 def sizes_since_baseline(policy: Policy, records: Iterable[CommitRecord]) -> list[CheckpointSize]:
     """Return the sizes since the baseline of the newest record, oldest first.
 
@@ -167,7 +162,7 @@ def sizes_since_baseline(policy: Policy, records: Iterable[CommitRecord]) -> lis
     """
     walk = iter(records)
     newest = next(walk)
-    sizes = sizes_of_chain(newest)
+    sizes = [CheckpointSize(e.kind, e.size_bytes) for e in newest.chain]
     if policy != "intermittent" or len(sizes) < 2:
         return sizes
     baseline, last = newest.chain[0], newest.chain[-1]

@@ -56,15 +56,6 @@ def time_text(time_ms: int) -> str:
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def seconds_text(time_ms: int) -> str:
-    """Return a time in milliseconds since 1970 as UTC, to the second, for a column of a table.
-
-    >>> seconds_text(1_700_000_000_000)
-    '2023-11-14 22:13:20'
-    """
-    return time_text(time_ms)[:19].replace("T", " ")
-
-
 def duration_text(seconds: float) -> str:
     """Return a short time.
 
@@ -90,26 +81,23 @@ def value_text(name: str, value: Any) -> str:
 
     >>> value_text("size_bytes", 1536), value_text("apply_s", 2.5), value_text("versions", (1, 2, 3))
     ('1.50 KiB', '2.50 s', '1-3')
+    >>> value_text("ts_ms", 1_700_000_000_000), value_text("ratio", 12.34)
+    ('2023-11-14 22:13:20', '12.3x')
     """
     if value is None:
         return ""
     if name == "ratio":
-        return ratio_text(value)
+        return f"{value:.1f}x"
     if name.endswith("_bytes"):
         return size_text(value)
     if name.endswith("_ms"):
-        return seconds_text(value)
+        return time_text(value)[:19].replace("T", " ")
     if name == "seconds" or name.endswith("_s"):
         return duration_text(value)
     if isinstance(value, list | tuple):
         is_numbers = all(isinstance(item, int) for item in value) and list(value) == sorted(value)
         return ranges_text(value) if is_numbers else ", ".join(map(str, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def ratio_text(ratio: float | None) -> str:
-    """Return ``12.3x``, or a dash for None."""
-    return "-" if ratio is None else f"{ratio:.1f}x"
 
 
 def ranges_text(numbers: Sequence[int]) -> str:

@@ -87,9 +87,6 @@ def check_objects(
             _check_object(reader, entry, roles.get(entry.path, _Role()))
         advance(entry.size)
 
-    def check_pack(array: ArrayEntry) -> None:
-        _check_dense(reader, array, versions, findings, advance)
-
     def check_lists(part: PartEntry) -> None:
         for path, message in _repeated_rows(reader, part):
             key = layout.segment_key(reader.name, path)
@@ -97,7 +94,7 @@ def check_objects(
 
     loose = (entry for entry in manifest.objects if entry.path.rpartition("/c.")[0] not in dense)
     workers.run(partial(check, entry) for entry in loose)
-    workers.run(partial(check_pack, array) for array in manifest.dense_arrays)
+    workers.run(partial(_check_dense, reader, array, versions, findings, advance) for array in manifest.dense_arrays)
     workers.run(partial(check_lists, part) for part in manifest.parts)
     for name in (name for name, one in manifest.documents.items() if one.object is None):
         with _caught(findings, layout.segment_key(reader.name, layout.MANIFEST), versions):

@@ -424,12 +424,11 @@ class SinkFeed:
     def _await_other_tables(self, attempt: _PushAttempt) -> None:
         """Wait for the notice of a version without a table of the batch; that ends the batch."""
         with self._changed:
-            if self._changed.wait_for(partial(self._has_other_tables, attempt), _NOTICE_TIMEOUT_S):
+            if self._changed.wait_for(
+                lambda: self._published is not None and self._published.tables != attempt.tables, _NOTICE_TIMEOUT_S
+            ):
                 self._due.everything = True
                 raise _TablesChanged
-
-    def _has_other_tables(self, attempt: _PushAttempt) -> bool:
-        return self._published is not None and self._published.tables != attempt.tables
 
     def _has_notice_after(self, notice: _Notice) -> bool:
         return self._notices > notice.notices
