@@ -98,7 +98,7 @@ class ThresholdedGradients(GradientHook):
     ----------
     keep
         Share of the values that are sent in a step, above 0 and below 1: 0.005 is 100 times fewer bytes.
-    refresh_every, warmup
+    refresh_every, warmup_steps
         Steps from one choice of thresholds by order statistics to the next; first steps, averaged whole.
     values
         ``float32`` (8 bytes per value with its index) or ``float16`` (6, and 2 per value of a parameter that is
@@ -114,7 +114,7 @@ class ThresholdedGradients(GradientHook):
     """
 
     def __init__(
-        self, *, keep: float = 0.005, refresh_every: int = 1000, warmup: int = 0,
+        self, *, keep: float = 0.005, refresh_every: int = 1000, warmup_steps: int = 0,
         values: Literal["float32", "float16"] = "float32", error_feedback: bool = True,
         name: str = "thresholded_gradients",
     ) -> None:  # fmt: skip
@@ -123,7 +123,7 @@ class ThresholdedGradients(GradientHook):
         if keep >= 1:
             raise BadInput(f"keep= is a share of the values below 1; found {keep}", found=keep)
         self._keep, self._refresh_every = keep, checked_count("refresh_every", refresh_every, least=1)
-        self._warmup = checked_count("warmup", warmup)
+        self._warmup = checked_count("warmup_steps", warmup_steps)
         self._dtype = getattr(torch, checked_choice("values", values, ("float32", "float16")))
         self._error_feedback = error_feedback
         self._held: dict[str, _Held] = {}

@@ -164,7 +164,7 @@ def compact(
     force: bool = False,
     dry_run: bool = False,
     progress: ProgressCallback | None = None,
-    clock: Callable[[], float] = time.monotonic,
+    monotonic_s: Callable[[], float] = time.monotonic,
 ) -> tuple[CompactionReport, ...]:
     """Compact runs of the head's chain, one after the other, until the chain satisfies the policy. Blocks.
 
@@ -193,7 +193,7 @@ def compact(
         Return the run that would be compacted first, and why. Write nothing.
     progress
         Called with the stage ``compact`` of each run, in bytes.
-    clock
+    monotonic_s
         Returns seconds, for ``budget_s``.
 
     Returns
@@ -229,10 +229,10 @@ def compact(
     >>> len(store.head().record.chain)
     1
     """
-    started = clock()
+    started = monotonic_s()
     reports: list[CompactionReport] = []
     while len(reports) < MAX_COMPACTIONS:
-        left_s = None if budget_s is None else max(0.0, started + budget_s - clock())
+        left_s = None if budget_s is None else max(0.0, started + budget_s - monotonic_s())
         report = compact_run(
             store, policy=policy, engine=engine, workers=workers, bytes_per_s=bytes_per_s, budget_s=left_s,
             force=force, dry_run=dry_run or left_s == 0, progress=progress,
@@ -257,7 +257,7 @@ def maintain(
     force: bool = False,
     dry_run: bool = False,
     progress: ProgressCallback | None = None,
-    clock: Callable[[], float] = time.monotonic,
+    monotonic_s: Callable[[], float] = time.monotonic,
 ) -> MaintenanceReport:
     """Compact all logs, expire versions that the policy does not keep, delete what is due. Blocks.
 
@@ -279,7 +279,7 @@ def maintain(
         Return what would be done, and write nothing. The plan does not include what compaction would free.
     progress
         Called with the stages of both.
-    clock
+    monotonic_s
         Returns seconds, for tests.
 
     Raises
@@ -304,13 +304,13 @@ def maintain(
     check_rate(bytes_per_s)
     check_arguments(grace_s, orphan_age_s, force=force)
     store.internals.check_begun()
-    started = clock()
+    started = monotonic_s()
 
     def compact_log(stage: Stage, budget_s: float | None) -> StageReport:
         def compact_one(log: Store) -> tuple[CompactionReport, ...]:
             return compact(
                 log, policy=compaction, engine=engine, workers=workers, bytes_per_s=bytes_per_s,
-                budget_s=budget_s, dry_run=dry_run, progress=progress, clock=clock,
+                budget_s=budget_s, dry_run=dry_run, progress=progress, monotonic_s=monotonic_s,
             )  # fmt: skip
 
         if stage.branch is None:
@@ -337,7 +337,7 @@ def maintain(
     stages = plan_stages(sorted(store.branches()))
     reports: list[StageReport] = []
     for index, stage in enumerate(stages):
-        begun = clock()
+        begun = monotonic_s()
         left_s = None if budget_s is None else started + budget_s - begun
         if stage.kind == "collect" and any(isinstance(report.error, CorruptStore) for report in reports):
             reports.append(StageReport(stage, "skipped"))
@@ -346,9 +346,9 @@ def maintain(
             report = work[stage.kind](stage, share_s(stages[index:], left_s))
         except CnrStoreError as error:
             report = StageReport(stage, "failed", error=error)
-        reports.append(replace(report, duration_s=clock() - begun))
+        reports.append(replace(report, duration_s=monotonic_s() - begun))
     done = MaintenanceReport(
-        url=store.url, is_dry_run=dry_run, duration_s=clock() - started, budget_s=budget_s, stages=tuple(reports)
+        url=store.url, is_dry_run=dry_run, duration_s=monotonic_s() - started, budget_s=budget_s, stages=tuple(reports)
     )
     if not dry_run:
         _put_note(store, done)

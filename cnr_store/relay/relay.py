@@ -194,7 +194,7 @@ class Relay:
         self._woken.set()
 
     def run(
-        self, poll_interval_s: float = 5.0, *, on_report: Callable[[RelayReport], None] | None = None
+        self, *, poll_interval_s: float = 5.0, on_report: Callable[[RelayReport], None] | None = None
     ) -> None:  # fmt: skip
         """Run a round every ``poll_interval_s``, less often after failures, until `stop`. Blocks.
 

@@ -42,8 +42,8 @@ class Shard(NamedTuple):
         return f"{self.table!r} (rows {a} to {b}, columns {c} to {d})"
 
 
-def key_owners(keys: RowIds, count: int, rule: KeyRule) -> npt.NDArray[np.int64]:
-    """Return which of ``count`` ranks each key (int64, any) belongs to. Pure.
+def key_owners(keys: RowIds, count: int, rule: KeyRule = "modulo") -> npt.NDArray[np.int64]:
+    """Return which of ``count`` ranks each key (int64, any) belongs to, (n,) int64. Pure.
 
     >>> key_owners(np.asarray([-1, 0, 5]), 3, "modulo").tolist()
     [2, 0, 2]

@@ -199,7 +199,7 @@ class Loader(TableLookups, Closing):
             staleness_s=self.staleness_s,
             age_s=max(0.0, (wall_ms() - self._queue.states[0].entry.record.ts_ms) / 1000),
             checked_s=time.monotonic() - follower.tail.checked_s,
-            cursor=follower.cursor_version,
+            cursor_version=follower.cursor_version,
             lookups=self._lookups.count,
             retries=self._lookups.retries,
             error=None if error is None else f"{type(error).__name__}: {error}",

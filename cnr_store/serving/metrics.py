@@ -57,7 +57,7 @@ class LoaderMetrics:
         Time since the commit of the version served.
     checked_s
         Time since the loader last learned which version is the newest.
-    cursor
+    cursor_version
         Where the registered cursor stands in the store; None without one, or where it could not be written.
     load_s
         How long the first load took.
@@ -88,7 +88,7 @@ class LoaderMetrics:
     staleness_s: float = 0.0
     age_s: float = 0.0
     checked_s: float = 0.0
-    cursor: int | None = None
+    cursor_version: int | None = None
     load_s: float = 0.0
     apply_s: float = 0.0
     polls: int = 0

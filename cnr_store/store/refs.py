@@ -78,7 +78,7 @@ class Refs:
             target=target.v, chain=target.chain, checkpoint=target.checkpoint, step=target.step,
         )  # fmt: skip
 
-    def fork(self, name: str, version: int | None, expires_s: float | None) -> Branch:
+    def fork(self, name: str, version: int | None, ttl_s: float | None) -> Branch:
         """See `Store.fork`."""
         internals = self._internals
         if internals.branch is not None:
@@ -87,11 +87,11 @@ class Refs:
                 found=internals.branch.name,
             )
         layout.check_name(checked_text("a branch", name))
-        if expires_s is not None:
-            checked_number("expires_s", expires_s, above=0, most=MAX_EXPIRES_S)
+        if ttl_s is not None:
+            checked_number("ttl_s", ttl_s, above=0, most=MAX_EXPIRES_S)
         head = internals.settled_head()
         point = self._versions.live(head, version)
-        expires_ms = None if expires_s is None else wall_ms() + int(1000 * expires_s)
+        expires_ms = None if ttl_s is None else wall_ms() + int(1000 * ttl_s)
         return branches.fork(internals.main, head, point, name, writer_info(), expires_ms=expires_ms)
 
     def drop_branch(self, name: str) -> None:

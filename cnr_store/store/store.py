@@ -339,7 +339,7 @@ class Store(Closing):
             return {}
         return {pin.name: pin for pin in self.internals.main.latest().record.pins.values()}
 
-    def fork(self, name: str, version: int | None = None, *, expires_s: float | None = None) -> Store:
+    def fork(self, name: str, version: int | None = None, *, ttl_s: float | None = None) -> Store:
         """Fork a version (the head if None) into a branch with a separate log; return the store on it. Blocks.
 
         Version 0 of the branch has the version's state. The branch shares its segments, and starts without tags and
@@ -347,7 +347,7 @@ class Store(Closing):
 
         Parameters
         ----------
-        expires_s
+        ttl_s
             Seconds from now after which maintenance may close the branch. None: only `drop_branch` closes it.
 
         Raises
@@ -358,7 +358,7 @@ class Store(Closing):
             This is a branch: only versions of the store's own log can be forked.
         VersionNotFound, VersionExpired, BadName, CommitStateUnknown
         """
-        return self._on(self._refs.fork(name, version, expires_s))
+        return self._on(self._refs.fork(name, version, ttl_s))
 
     def on_branch(self, name: str) -> Store:
         """Return this store on a branch, with its own threads. Blocks.

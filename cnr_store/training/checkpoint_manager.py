@@ -284,6 +284,7 @@ class CheckpointManager(Closing):
         version: int | None = None,
         step: int | None = None,
         tag: str | None = None,
+        channel: str | None = None,
         tables: Mapping[str, str] | None = None,
         strict: bool = True,
         resize: Resize | None = None,
@@ -294,13 +295,13 @@ class CheckpointManager(Closing):
     ) -> RestoredState | None:
         """Put a checkpoint into the model, the optimizers, the reader and the generators, in place. Blocks.
 
-        Nothing is written, and another training that uses the store can continue. So an evaluation may call this, or
-        `load`, which needs no manager. The first `step` or `save` after it takes over the store, and commits a rollback
-        record if the restored version is not the head. What was trained since the last save is lost.
+        Nothing is written: another training may go on with the store, and an evaluation call this, or `load`, which
+        needs no manager. The first `step` or `save` then takes over the store, and records a rollback if this is not
+        the head. What was trained since the last save is lost.
 
         Parameters
         ----------
-        version, step, tag
+        version, step, tag, channel
             Which one; else the head.
         tables
             Stored name to the model's name, for tables whose names differ.
@@ -317,8 +318,7 @@ class CheckpointManager(Closing):
             If the head is damaged, warn and restore the newest undamaged version instead, which is read once more. The
             next save commits a rollback record first. Damaged objects stay in the store. Only for the head.
         redistribute
-            If another number of ranks resumes: a function from the list of saved reader states to one state for each
-            rank. Without it such a restore is refused.
+            For another number of ranks, refused without it: from the list of saved reader states to one for each rank.
         survivor
             On ranks that outlived a lost one: what `survivor` returned. These ranks keep their rows and state; ranks
             without one read their rows from the head, and get a copy of all else from the first rank that survived.
@@ -332,7 +332,7 @@ class CheckpointManager(Closing):
 
         Raises
         ------
-        BadInput, BadShape, BadDtype, Unsupported, VersionNotFound, VersionExpired, TagNotFound
+        BadInput, BadShape, BadDtype, Unsupported, VersionNotFound, VersionExpired, TagNotFound, ChannelNotFound
             Before anything is changed; also where nothing of the checkpoint fits the training.
         Conflict
             With ``survivor``: a checkpoint was committed that this rank does not know. Nothing was changed.
@@ -340,8 +340,8 @@ class CheckpointManager(Closing):
             Weights may be half restored: restore again, or restore another version.
         """
         return self._restorer.restore(RestoreRequest(
-            version=version, step=step, tag=tag, tables=tables, strict=strict, resize=resize, slots_rule=slots_rule,
-            fallback=fallback, redistribute=redistribute, survivor=survivor,
+            version=version, step=step, tag=tag, channel=channel, tables=tables, strict=strict, resize=resize,
+            slots_rule=slots_rule, fallback=fallback, redistribute=redistribute, survivor=survivor,
         ))  # fmt: skip
 
     @_in_turn
@@ -416,12 +416,12 @@ class CheckpointManager(Closing):
         return self._training.tracker
 
     @property
-    def mirror_nbytes(self) -> int:
+    def mirror_bytes(self) -> int:
         """Bytes that the code mirrors take now."""
-        return self._saver.writer.mirror_nbytes
+        return self._saver.writer.mirror_bytes
 
     @property
-    def peer_nbytes(self) -> int:
+    def peer_bytes(self) -> int:
         """Bytes that this rank keeps now for others (`PeerCopies`)."""
         return 0 if self._peers is None else self._peers.nbytes
 

@@ -97,25 +97,6 @@ class Planned:
     dynamic: DynamicTables = field(default_factory=lambda: DynamicTables({}))
 
 
-def choose_start(store: Store, version: int | None, step: int | None, tag: str | None) -> tuple[Snapshot, int]:
-    """Return what to restore, by at most one of the three, and the newest version.
-
-    The snapshot is empty if nothing was saved yet. A few GETs.
-
-    Raises
-    ------
-    BadInput, VersionNotFound, VersionExpired, TagNotFound, CorruptStore, StorageFailure
-    """
-    newest = store.head().record.v
-    if version is None and step is None and tag is None:
-        snapshot = store.snapshot(newest)
-    else:
-        snapshot = store.snapshot(version, step=step, tag=tag)
-        if snapshot.is_empty and step is None:
-            raise VersionNotFound(f"version {snapshot.version} holds no checkpoint", version=snapshot.version)
-    return snapshot, newest
-
-
 def plan_loading(
     snapshot: Snapshot,
     state: StatePlan,

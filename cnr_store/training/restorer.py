@@ -29,7 +29,6 @@ from cnr_store.training.loading import (
     Planned,
     RestoredState,
     check_extras,
-    choose_start,
     looking_again,
     plan_loading,
     stored_rng,
@@ -71,6 +70,7 @@ class RestoreRequest:
     version: int | None
     step: int | None
     tag: str | None
+    channel: str | None
     tables: Mapping[str, str] | None
     strict: bool
     resize: Resize | None
@@ -83,7 +83,7 @@ class RestoreRequest:
         if self.resize is not None:
             checked_choice("resize", self.resize, get_args(Resize))
         if self.fallback and not self.is_head:
-            raise BadInput("fallback= is for the head: leave out version=, step= and tag=, or fallback=")
+            raise BadInput("fallback= is for the head: leave out version=, step=, tag= and channel=, or fallback=")
         changes = (self.tables, self.resize, self.redistribute)
         is_plain = self.is_head and self.strict and not self.fallback and self.slots_rule == "exact"
         if self.survivor is not None and not (is_plain and all(one is None for one in changes)):
@@ -92,7 +92,26 @@ class RestoreRequest:
     @property
     def is_head(self) -> bool:
         """Whether the newest checkpoint is meant."""
-        return self.version is None and self.step is None and self.tag is None
+        return self.version is None and self.step is None and self.tag is None and self.channel is None
+
+
+def choose_start(store: Store, request: RestoreRequest) -> tuple[Snapshot, int]:
+    """Return what to restore, by at most one of version, step, tag and channel, and the newest version.
+
+    The snapshot is empty if nothing was saved yet. A few GETs.
+
+    Raises
+    ------
+    BadInput, VersionNotFound, VersionExpired, TagNotFound, ChannelNotFound, CorruptStore, StorageFailure
+    """
+    newest = store.head().record.v
+    if request.is_head:
+        snapshot = store.snapshot(newest)
+    else:
+        snapshot = store.snapshot(request.version, step=request.step, tag=request.tag, channel=request.channel)
+        if snapshot.is_empty and request.step is None:
+            raise VersionNotFound(f"version {snapshot.version} holds no checkpoint", version=snapshot.version)
+    return snapshot, newest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,7 +152,7 @@ class Restorer:
             opened: list[Snapshot] = []  # on rank 0
 
             def choose() -> dict[str, int | bool]:
-                snapshot, newest = choose_start(self.store, request.version, request.step, request.tag)
+                snapshot, newest = choose_start(self.store, request)
                 opened.append(snapshot)
                 return {"version": snapshot.version, "newest": newest, "is_empty": snapshot.is_empty}
 

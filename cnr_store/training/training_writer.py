@@ -165,9 +165,9 @@ class TrainingWriter:
             self.peers.saved(None if transaction.version is None else self.current.head.record.chain)
 
     @property
-    def mirror_nbytes(self) -> int:
+    def mirror_bytes(self) -> int:
         """Bytes that the code mirrors take now."""
-        return 0 if self.current is None else self.current.mirror_nbytes
+        return 0 if self.current is None else self.current.mirror_bytes
 
 
 def open_or_create(url: str | os.PathLike[str], options: StoreOptions, ranks: Ranks) -> Store:

@@ -47,7 +47,7 @@ _RESTORES = 3
 class Writer(Closing):
     """The only committer of a store: opening one fences every earlier writer.
 
-    Not thread-safe: one thread at a time. Memory: the code mirrors (`mirror_nbytes`), and chunks in flight.
+    Not thread-safe: one thread at a time. Memory: the code mirrors (`mirror_bytes`), and chunks in flight.
 
     Where several ranks write together each has a writer for its shards; `restore`, `begin`, `settle` and what their
     transactions do at the end are called by all of them, in the same order, and succeed or raise on all of them.
@@ -81,7 +81,7 @@ class Writer(Closing):
         return self._state.is_synced
 
     @property
-    def mirror_nbytes(self) -> int:
+    def mirror_bytes(self) -> int:
         """Current size of the mirrors in bytes."""
         return self.mirrors.nbytes
 

@@ -157,7 +157,7 @@ def peak_memory(rows: int, bits: AffineBits, folder: str) -> dict[str, int]:
         writer = store.writer()
         with writer.begin(1, "baseline") as txn:
             txn.write_table(TABLE, table.values, options=TableOptions(bits=bits))
-        found = {"model": table.values.nbytes, "mirror": writer.mirror_nbytes, "baseline": peak.beyond_bytes}
+        found = {"model": table.values.nbytes, "mirror": writer.mirror_bytes, "baseline": peak.beyond_bytes}
         peak.restart()
         for step in (2, 3):
             changed = table.step()

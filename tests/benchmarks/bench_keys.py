@@ -142,7 +142,7 @@ def compared(report: harness.Report, folder: Path, rows: int, saves: int, bits: 
             begun = time.process_time()
             loader.poll()
             seconds = time.process_time() - begun
-        mirror = keyed.mirror_nbytes / rows
+        mirror = keyed.mirror_bytes / rows
     ratio = sizes["hashed"] / sizes["parquet"]
     report.add(f"{bits} bits, hashed keys: bytes / 8-bit Parquet with zstd", ratio, goal=0.5)
     report.add(f"{bits} bits, rows of a map, and the map: the same", sizes["dense"] / sizes["parquet"], goal=0.5)

@@ -148,7 +148,7 @@ def recover_from_peers(
         training.step(number)
         manager.step()
         manager.save()
-    sizes = [float(manager.peer_nbytes), float(manager.mirror_nbytes)]
+    sizes = [float(manager.peer_bytes), float(manager.mirror_bytes)]
     training.step(DELTAS + 1)
     manager.step()
     found: dict[str, list[list[float]]] = {"peer": [], "store": []}

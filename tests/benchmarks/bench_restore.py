@@ -86,7 +86,7 @@ def peak_memory(rows: int, folder: str, trains: bool) -> dict[str, int]:
         if trains:
             with store.writer() as writer:
                 writer.restore({TABLE: {"values": target}})
-                mirror = writer.mirror_nbytes
+                mirror = writer.mirror_bytes
         else:
             store.snapshot().table(TABLE).read_rectangle(values=target)
         return {"peak": peak.beyond_bytes, "mirror": mirror}

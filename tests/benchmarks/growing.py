@@ -143,7 +143,7 @@ def large_table(folder: str, rows: int, touched: int, repeats: int) -> dict[str,
     store = Growing(CountingStorage(str(Path(folder) / f"rows{rows}")), 1, rows, touched=touched)
     found = {"baseline, s": time.perf_counter() - started, "baseline, bytes": float(store.bytes_of_last())}
     found["save, s"] = float(np.median([harness.timed(store.commit) for _ in range(repeats)]))
-    found["peak of saves beyond mirrors, MiB"] = (peak.beyond_bytes - store.writer.mirror_nbytes) / harness.MIB
+    found["peak of saves beyond mirrors, MiB"] = (peak.beyond_bytes - store.writer.mirror_bytes) / harness.MIB
     found["save, bytes"] = float(store.bytes_of_last())
     found["open, s"] = float(np.median([harness.timed(store.open) for _ in range(repeats)]))
     url = store.store.url

@@ -26,7 +26,7 @@ class Training:
         self.meter = Meter()
         group = self.meter.group() if is_measured else None
         self.model = DistributedDataParallel(Clicks(), process_group=group, bucket_cap_mb=0.001)
-        self.hook = ThresholdedGradients(keep=0.01, refresh_every=5, warmup=1)
+        self.hook = ThresholdedGradients(keep=0.01, refresh_every=5, warmup_steps=1)
         self.hook.register(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.manager = CheckpointManager(

@@ -88,7 +88,7 @@ def test_values_that_are_not_finite_are_sent_not_held_back(bad: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"keep": 0.0}, {"keep": 1.0}, {"refresh_every": 0}, {"warmup": -1}, {"values": "float64"}]
+    "wrong", [{"keep": 0.0}, {"keep": 1.0}, {"refresh_every": 0}, {"warmup_steps": -1}, {"values": "float64"}]
 )
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(BadInput):
@@ -101,11 +101,11 @@ def compare_with_dense(values: str) -> list[float]:
     model = Clicks()
     reference = Clicks()
     reference.load_state_dict(model.state_dict())
-    hook = ThresholdedGradients(keep=0.01, refresh_every=4, warmup=1, values=values)  # type: ignore[arg-type]
+    hook = ThresholdedGradients(keep=0.01, refresh_every=4, warmup_steps=1, values=values)  # type: ignore[arg-type]
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
     hook.register(ddp)
     dense = DistributedDataParallel(reference, bucket_cap_mb=0.001)
-    ThresholdedGradients(warmup=1000).register(dense)
+    ThresholdedGradients(warmup_steps=1000).register(dense)
     totals = [{name: torch.zeros_like(p) for name, p in model.named_parameters()} for _ in range(2)]
     for step in range(6):
         ids, features, labels = batch_of(step, dist.get_rank())
@@ -180,7 +180,7 @@ def test_vectors_go_whole_in_the_type_of_the_values(run_ranks: RunRanks) -> None
 
 def gradient_of_a_warmup(size: float) -> list[list[float]]:
     model = DistributedDataParallel(nn.Linear(2, 1, bias=False))
-    ThresholdedGradients(warmup=5).register(model)
+    ThresholdedGradients(warmup_steps=5).register(model)
     model(torch.full((1, 2), size)).sum().backward()
     gradient = next(model.parameters()).grad
     assert gradient is not None
@@ -197,7 +197,7 @@ def test_large_gradients_do_not_overflow_in_the_warmup(run_ranks: RunRanks) -> N
 def weights_after_a_warmup(size_mb: float) -> list[bool]:
     """Whether whole gradients of the hook train like DDP's own, with buckets of a size."""
     found = []
-    for hook in (None, ThresholdedGradients(warmup=1000)):
+    for hook in (None, ThresholdedGradients(warmup_steps=1000)):
         torch.manual_seed(0)
         model = DistributedDataParallel(Clicks().layers, bucket_cap_mb=size_mb)
         if hook is not None:
@@ -271,7 +271,7 @@ def rates_over_a_long_refresh(warmup: int) -> list[float]:
     """Share of the values that was sent over 300 steps whose thresholds are chosen once, when nothing is held back."""
     torch.manual_seed(dist.get_rank())
     model = DistributedDataParallel(nn.Linear(100, 50, bias=False))
-    hook = ThresholdedGradients(keep=0.01, refresh_every=1000, warmup=warmup)
+    hook = ThresholdedGradients(keep=0.01, refresh_every=1000, warmup_steps=warmup)
     hook.register(model)
     for _ in range(300):
         model(torch.randn(4, 100)).square().sum().backward()

@@ -40,7 +40,7 @@ from cnr_store import RetentionPolicy, Store
 from cnr_store.relay import Relay
 
 with Store.open(sys.argv[1], storage_options=json.loads(sys.argv[2])) as source:
-    Relay(source, sys.argv[3], policy=RetentionPolicy(keep_last=3), grace_s=0).run(0.02)
+    Relay(source, sys.argv[3], policy=RetentionPolicy(keep_last=3), grace_s=0).run(poll_interval_s=0.02)
 """
 
 

@@ -238,7 +238,7 @@ def test_an_emptied_server_gets_everything_again(
     result = feed.push()
 
     assert result is not None
-    assert result.full
+    assert result.is_full
     assert_is_whole(reader_of(server, prefix), 2)
     assert_is_settled(server, prefix)
 

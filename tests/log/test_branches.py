@@ -204,8 +204,8 @@ def test_what_cannot_be_forked_is_refused_and_pins_nothing(store: Store) -> None
     with pytest.raises(BadName):
         store.fork("")
     for never in (0, -1, float("nan"), float("inf"), 1e300, dt.timedelta(days=1)):
-        with pytest.raises(BadInput, match="expires_s"):
-            store.fork("other", expires_s=never)
+        with pytest.raises(BadInput, match="ttl_s"):
+            store.fork("other", ttl_s=never)
     with pytest.raises(BadInput, match="store's own log"):
         branch.fork("other")
 
@@ -455,7 +455,7 @@ def test_a_branch_whose_time_is_over_cannot_be_opened_and_can_be_dropped(store: 
 
 def test_a_branch_says_when_it_ends(store: Store) -> None:
     before = time.time_ns() // 1_000_000
-    store.fork("short", expires_s=3_600)
+    store.fork("short", ttl_s=3_600)
     after = time.time_ns() // 1_000_000
     store.fork("long")
     short, long = (branches.find_branch(store.head().record, name) for name in ("short", "long"))

@@ -189,7 +189,7 @@ def test_a_run_out_of_time_stops_after_the_compaction_that_was_begun(store: Stor
 
     # Without an end it takes two compactions: the deltas, and then what they became into the baseline.
     policy = CompactionPolicy(max_chain=1, max_restore_ratio=1000)
-    reports = compact(store, policy=policy, budget_s=1.5, clock=clock)
+    reports = compact(store, policy=policy, budget_s=1.5, monotonic_s=clock)
 
     assert [report.outcome for report in reports] == ["committed", "planned"]
 
@@ -270,7 +270,7 @@ def test_a_log_that_another_process_compacts_is_left_to_it(store: Store) -> None
 
 
 def test_a_branch_whose_time_is_over_is_closed_and_not_compacted(store: Store) -> None:
-    store.fork("short", expires_s=0.001).close()
+    store.fork("short", ttl_s=0.001).close()
     time.sleep(0.01)
 
     report = at_once(store)

@@ -85,8 +85,8 @@ class MaintainedStoreMachine(MaintainedLines):
         self.follow(self.main)
         version = data.draw(st.sampled_from(sorted(self.main.by_version)))
         name = f"branch{next(self.names)}"
-        expires_s = None if hours is None else self.ahead_ms / 1000 + 3600.0 * hours
-        self.main.store.fork(name, version, expires_s=expires_s).close()
+        ttl_s = None if hours is None else self.ahead_ms / 1000 + 3600.0 * hours
+        self.main.store.fork(name, version, ttl_s=ttl_s).close()
         self.main.log.pins[name] = version
 
         line = Line(name, self.main.store.branches()[name].expires_ms, state=self.main.states[version].copy())

@@ -103,7 +103,7 @@ def test_what_is_left_of_a_damaged_note_is_no_note(store: Store, data: bytes) ->
 
 def test_a_stores_status_has_every_branch_that_is_open(store: Store) -> None:
     store.fork("trial").close()
-    store.fork("over", expires_s=0.001).close()
+    store.fork("over", ttl_s=0.001).close()
     time.sleep(0.01)
 
     whole, one = read_status(store), read_status(store.on_branch("trial"))

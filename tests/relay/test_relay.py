@@ -118,7 +118,7 @@ def test_a_run_rests_between_two_looks_at_an_empty_store(
 
     relay, reports = Relay(store, place(files)), list[RelayReport]()
     monkeypatch.setattr(relay, "_woken", Rest())
-    relay.run(5, on_report=reports.append)
+    relay.run(poll_interval_s=5, on_report=reports.append)
 
     assert len(reports) == 3
 
@@ -137,7 +137,7 @@ def test_a_run_that_is_woken_copies_before_its_interval_is_over(store: Store, fi
             relay.stop()
 
     Relay(store, place(files)).advance()  # so that each version can be read when it is told
-    relay.run(10**6, on_report=on_report)
+    relay.run(poll_interval_s=10**6, on_report=on_report)
 
     assert value_of(near(files)) == 2
     assert told[-1] == (store.latest_version(), store.latest_version())
@@ -185,7 +185,7 @@ def test_a_relay_that_is_stopped_before_it_runs_copies_nothing(store: Store, fil
     relay = Relay(store, place(files))
     relay.stop()
 
-    relay.run(10**6)
+    relay.run(poll_interval_s=10**6)
 
     assert relay.version is None
 
@@ -413,7 +413,7 @@ def test_a_run_looks_until_it_is_stopped_and_outlives_failures(store: Store, fil
         else:
             relay.stop()
 
-    relay.run(0.001, on_report=on_report)
+    relay.run(poll_interval_s=0.001, on_report=on_report)
 
     assert [report.problem is None for report in reports] == [True, False, True]
     assert reports[1].version == torn - 1
@@ -422,7 +422,7 @@ def test_a_run_looks_until_it_is_stopped_and_outlives_failures(store: Store, fil
     assert reports[2].delay_s is not None
     assert value_of(near(files)) == 2
     with pytest.raises(BadInput):
-        relay.run(0)
+        relay.run(poll_interval_s=0)
 
 
 def test_a_cap_on_the_bandwidth_is_kept(store: Store, files: IsolatedMemoryFileSystem) -> None:

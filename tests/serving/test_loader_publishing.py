@@ -175,7 +175,7 @@ def test_a_cursor_goes_along_and_keeps_what_is_needed(training: Training) -> Non
         assert training.store.cursors()["server"].version == loader.version
         version = training.save()
         loader.poll()
-        assert training.store.cursors()["server"].version == version == loader.metrics().cursor
+        assert training.store.cursors()["server"].version == version == loader.metrics().cursor_version
     with pytest.raises(BadInput):
         Loader(training.open(), options=LoaderOptions(cursor="no\nname"))
 
@@ -193,7 +193,7 @@ def test_a_store_that_may_not_be_written_is_served_all_the_same(
         for _ in range(3):
             training.save()
             caught_up(loader, training.store)
-        assert loader.metrics().cursor is None
+        assert loader.metrics().cursor_version is None
         before = len(files.calls)
         loader.poll()
         assert len(files.calls) == before + 1  # it is not tried again as long as nothing is new

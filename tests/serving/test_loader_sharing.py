@@ -168,7 +168,7 @@ def test_a_sink_gets_what_changed_and_a_rollback_too(training: Training, options
         feed = loader.add_sink(sink, start=False)
         first = feed.push()
         assert first is not None
-        assert first.full
+        assert first.is_full
         acts = [training.save, training.save, training.full, training.save]
         for act in (*acts, lambda: loader.rollback(loader.version - 1)):
             act()

@@ -187,7 +187,7 @@ def test_readers_go_over_to_the_next_owner(tmp_path: Path) -> None:
     first = SharedMemory(tmp_path)
     served(first, 5)
     time = [0.0]
-    tables = AttachedTables(tmp_path, clock=lambda: time[0])
+    tables = AttachedTables(tmp_path, monotonic_s=lambda: time[0])
     first._release_lock()  # as if it had died: its files stay
 
     second = SharedMemory(tmp_path)
@@ -283,7 +283,7 @@ def test_a_merge_alone_is_followed_later(memory: SharedMemory) -> None:
     times = [0.0]
     publisher = served(memory)
     publish(publisher, memory, 2)
-    with AttachedTables(memory.folder, clock=lambda: times[0]) as tables:
+    with AttachedTables(memory.folder, monotonic_s=lambda: times[0]) as tables:
         before = tables.newest_view()[0]
         publisher.merge()
         assert tables.newest_view()[0] is before
@@ -467,7 +467,7 @@ def test_a_damaged_pointer_is_named_and_the_next_owner_mends_it(tmp_path: Path, 
     folder = tmp_path / "shared"
     first = SharedMemory(folder)
     served(first, 1)
-    reader = AttachedTables(folder, clock=itertools.count().__next__)
+    reader = AttachedTables(folder, monotonic_s=itertools.count().__next__)
     first.close(keep=True)
     (folder / CURRENT_FILE).write_bytes(damage)
     assert seen(reader) == 1

@@ -23,8 +23,8 @@ def test_the_first_push_is_full_and_later_ones_carry_what_changed() -> None:
     source.publish({"dense": {3: 30.0, 4: None}, "hashed": {5: None, 9: 1.0}})
     second = feed.push()
 
-    assert first == PushResult(state(0), 32, 0, full=True)
-    assert second == PushResult(state(1), 2, 2, full=False)
+    assert first == PushResult(state(0), 32, 0, is_full=True)
+    assert second == PushResult(state(1), 2, 2, is_full=False)
     assert feed.push() is None
     assert sink.rows == source.history[1]
 
@@ -34,7 +34,7 @@ def test_nothing_is_pushed_before_the_source_shows_something() -> None:
     feed, sink = connected(source)
     assert feed.push() is None
     source.publish({"dense": {1: 1.0}})
-    assert feed.push() == PushResult(state(0), 1, 0, full=True)
+    assert feed.push() == PushResult(state(0), 1, 0, is_full=True)
     assert sink.rows["dense"] == {1: 1.0}
 
 
@@ -47,7 +47,7 @@ def test_a_sink_that_lagged_gets_the_newest_version_and_each_row_once() -> None:
     result = feed.push()
 
     assert result is not None
-    assert (result.state.version, result.full) == (59, False)
+    assert (result.state.version, result.is_full) == (59, False)
     assert result.rows == 30
     assert sink.rows == source.history[59]
 
@@ -56,7 +56,7 @@ def test_a_version_without_changed_rows_moves_the_sink() -> None:
     source, feed, sink = filled()
     feed.push()
     source.publish({})
-    assert feed.push() == PushResult(state(1), 0, 0, full=False)
+    assert feed.push() == PushResult(state(1), 0, 0, is_full=False)
     assert sink.state == state(1)
 
 
@@ -65,7 +65,7 @@ def test_a_rollback_is_pushed_like_any_version() -> None:
     source.publish({"dense": {3: 30.0}, "hashed": {9: 1.0}})
     feed.push()
     source.show(0)
-    assert feed.push() == PushResult(state(0), 1, 1, full=False)
+    assert feed.push() == PushResult(state(0), 1, 1, is_full=False)
     assert sink.rows == source.history[0]
 
 
@@ -80,7 +80,7 @@ def test_a_restarted_feed_goes_on_from_what_the_sink_has(tells_changes: bool) ->
     again = SinkFeed(source, sink)
     result = again.push()
 
-    assert result == PushResult(state(1), 1 if tells_changes else 32, 0, full=not tells_changes)
+    assert result == PushResult(state(1), 1 if tells_changes else 32, 0, is_full=not tells_changes)
     assert SinkFeed(source, sink).push() is None
 
 
@@ -95,7 +95,7 @@ def test_what_was_told_before_the_sink_was_opened_makes_no_full_push(version_of_
     feed.push()
     source.publish({"dense": {4: 1.0}})
 
-    assert feed.push() == PushResult(state(2), 1, 0, full=False)
+    assert feed.push() == PushResult(state(2), 1, 0, is_full=False)
     assert feed.metrics().full_pushes == 0
 
 
@@ -106,7 +106,7 @@ def test_a_sink_of_another_store_branch_or_choice_of_rows_gets_everything(other:
     _, feed, sink = filled()
     sink.state, sink.rows = other, {"dense": {29: 5.0, 77: 1.0}}
 
-    assert feed.push() == PushResult(state(0), 32, 0, full=True)
+    assert feed.push() == PushResult(state(0), 32, 0, is_full=True)
 
 
 def test_unknown_changes_and_other_tables_are_full_pushes() -> None:
@@ -121,8 +121,8 @@ def test_unknown_changes_and_other_tables_are_full_pushes() -> None:
 
     assert unknown is not None
     assert more is not None
-    assert unknown.full
-    assert more == PushResult(state(2), 33, 0, full=True)
+    assert unknown.is_full
+    assert more == PushResult(state(2), 33, 0, is_full=True)
 
 
 def test_versions_published_during_a_full_push_are_in_it() -> None:
@@ -135,7 +135,7 @@ def test_versions_published_during_a_full_push_are_in_it() -> None:
     result = feed.push()
 
     assert result is not None
-    assert (result.state, result.full) == (state(5), True)
+    assert (result.state, result.is_full) == (state(5), True)
 
 
 def test_tables_that_change_during_a_push_begin_it_anew() -> None:
@@ -149,12 +149,12 @@ def test_tables_that_change_during_a_push_begin_it_anew() -> None:
 
     result = feed.push()
 
-    assert result == PushResult(state(1), 33, 0, full=True)
+    assert result == PushResult(state(1), 33, 0, is_full=True)
     assert sink.log.count("begin full") == 2
 
 
 def test_a_large_change_goes_in_chunks_and_what_is_left_at_once() -> None:
-    source, feed, _ = filled(chunk_rows=4, most_rows_at_once=10)
+    source, feed, _ = filled(chunk_rows=4, max_rows_at_once=10)
     feed.push()
     source.publish({"dense": dict.fromkeys(range(25), 2.0)})
     for k in range(5):
@@ -163,7 +163,7 @@ def test_a_large_change_goes_in_chunks_and_what_is_left_at_once() -> None:
     result = feed.push()
 
     assert result is not None
-    assert (result.state.version, result.full) == (6, False)
+    assert (result.state.version, result.is_full) == (6, False)
     assert result.rows <= 25 + 5
 
 
@@ -179,7 +179,7 @@ def test_a_failed_push_loses_no_row_and_stays_a_delta() -> None:
     result = feed.push()
 
     assert result is not None
-    assert not result.full
+    assert not result.is_full
     assert result.rows == 4
     assert feed.metrics().failures == 4
     assert feed.metrics().error is None
@@ -207,7 +207,7 @@ def test_a_commit_whose_reply_was_lost_counts(full: bool) -> None:
     assert lost[-1] == "commit"
     assert sink.log[len(lost) :] == ["open"]
     source.publish({"dense": {2: 6.0}})
-    assert feed.push() == PushResult(state(source.shown), 1, 0, full=False)
+    assert feed.push() == PushResult(state(source.shown), 1, 0, is_full=False)
 
 
 @pytest.mark.parametrize("full", [True, False])
@@ -216,7 +216,7 @@ def test_after_a_lost_reply_only_what_came_later_is_sent(full: bool) -> None:
     source.tells_changes = False
     source.publish({"dense": {2: 6.0}})
 
-    assert feed.push() == PushResult(state(source.shown), 1, 0, full=False)
+    assert feed.push() == PushResult(state(source.shown), 1, 0, is_full=False)
 
 
 def test_a_full_push_that_fails_is_a_full_push_again() -> None:
@@ -230,7 +230,7 @@ def test_a_full_push_that_fails_is_a_full_push_again() -> None:
     with pytest.raises(StorageFailure):
         feed.push()
 
-    assert feed.push() == PushResult(state(1), 32, 0, full=True)
+    assert feed.push() == PushResult(state(1), 32, 0, is_full=True)
 
 
 def test_a_fenced_feed_pushes_no_more() -> None:
@@ -287,7 +287,7 @@ def test_an_idle_feed_that_was_taken_over_ends() -> None:
 
 
 def test_a_sink_that_is_away_costs_bounded_memory_and_gets_everything() -> None:
-    source, feed, sink = filled(most_waiting_keys=100)
+    source, feed, sink = filled(max_waiting_keys=100)
     feed.push()
     most = 0
     for version in range(1, 200):  # keys come and go, and none of them comes twice
@@ -298,7 +298,7 @@ def test_a_sink_that_is_away_costs_bounded_memory_and_gets_everything() -> None:
     assert most <= 100
     result = feed.push()
     assert result is not None
-    assert result.full
+    assert result.is_full
     assert sink.rows == source.history[199]
 
 
@@ -335,11 +335,11 @@ def test_metrics_tell_what_is_behind_and_why() -> None:
         feed.push()
     failed = feed.metrics()
 
-    assert (empty.version, empty.pushes, empty.behind_s) == (None, 0, 0.0)
-    assert (done.version, done.published_version, done.full_pushes, done.rows, done.behind_s) == (0, 0, 1, 32, 0.0)
+    assert (empty.version, empty.pushes, empty.staleness_s) == (None, 0, 0.0)
+    assert (done.version, done.published_version, done.full_pushes, done.rows, done.staleness_s) == (0, 0, 1, 32, 0.0)
     assert (failed.version, failed.published_version) == (0, 1)
     assert isinstance(failed.error, NonFiniteValues)
-    assert failed.behind_s > 0
+    assert failed.staleness_s > 0
 
 
 def test_sizes_below_one_row_are_refused() -> None:
@@ -373,7 +373,7 @@ def test_after_any_life_each_commit_was_one_version_whole(
     life: list[tuple[str, object]], sizes: tuple[int, int]
 ) -> None:
     # `Sink.commit` compares all rows with the version that it is told.
-    source, feed, sink = filled(chunk_rows=sizes[0], most_rows_at_once=sizes[1])
+    source, feed, sink = filled(chunk_rows=sizes[0], max_rows_at_once=sizes[1])
     for step, what in life:
         if step == "publish":
             source.publish(what)  # type: ignore[arg-type]  # the strategies above say which is which
@@ -389,7 +389,7 @@ def test_after_any_life_each_commit_was_one_version_whole(
         elif step == "restart":
             source.tells_changes = bool(what)
             source.feeds.clear()
-            feed = SinkFeed(source, sink, chunk_rows=sizes[0], most_rows_at_once=sizes[1])
+            feed = SinkFeed(source, sink, chunk_rows=sizes[0], max_rows_at_once=sizes[1])
             source.feeds.append(feed)
         elif step == "empty":
             sink.rows, sink.state = {}, None
@@ -416,7 +416,7 @@ def try_push(feed: SinkFeed) -> None:
 def test_threads_keep_sinks_whole_while_versions_come_as_fast_as_they_can() -> None:
     # One sink fails at every fifth call, one belongs to somebody else: neither holds up the third.
     source = filled_source()
-    feeds = [connected(source, chunk_rows=8, most_rows_at_once=16) for _ in range(3)]
+    feeds = [connected(source, chunk_rows=8, max_rows_at_once=16) for _ in range(3)]
     (_, failing), (_, foreign), (good_feed, good) = feeds
     failing.fails = {call: ("after" if call % 10 else "before", StorageFailure("away")) for call in range(5, 500, 5)}
     foreign.fails = {call: ("before", Died()) for call in range(1, 10_000)}

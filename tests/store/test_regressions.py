@@ -188,7 +188,7 @@ def test_a_failed_full_keeps_no_stale_mirror(store: Store) -> None:
 
     txn.abort()
 
-    assert writer.mirror_nbytes == 0
+    assert writer.mirror_bytes == 0
 
 
 def test_mapped_mirrors_leave_no_files_behind(store: Store, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_mapped_mirrors_leave_no_files_behind(store: Store, tmp_path: Path) -> N
         with writer.begin(step, "baseline") as txn:
             txn.write_table("t", np.full((64, 2), step, np.float32), options=TableOptions(scale=1.0))
 
-    assert writer.mirror_nbytes == 256
+    assert writer.mirror_bytes == 256
     assert [path for path in folder.rglob("*") if path.is_file()] == []
     writer.close()
 

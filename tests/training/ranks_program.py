@@ -318,7 +318,7 @@ def run_recovering_rank(job: dict[str, Any], rank: int, world: int) -> int:
                 log_state(job, training, number + 1)
                 manager.step(reader_state={"next": number + 1})
                 manager.wait_until_finished()
-                note(job, rank, "kept", manager.peer_nbytes)
+                note(job, rank, "kept", manager.peer_bytes)
                 note(job, rank, "saved", [[report.version, report.step] for report in manager.history])
             manager.close()
         except (CnrStoreError, RuntimeError):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from cnr_store import BadInput, CorruptStore, Store, TableOptions
-from cnr_store.errors import BadDtype, BadShape, MissingObject, TagNotFound, VersionNotFound
+from cnr_store.errors import BadDtype, BadShape, ChannelNotFound, MissingObject, TagNotFound, VersionNotFound
 from cnr_store.training import CheckpointManager, document, shards, tensors
 from cnr_store.training.restoring import _put_tensor
 from tests.training.runs import ROWS, Training, assert_same, go_on, manager_of, uninterrupted
@@ -267,12 +267,28 @@ def test_what_does_not_exist_is_said(url: str, tmp_path: Path) -> None:
         manager.restore(version=0)
     with pytest.raises(TagNotFound):
         manager.restore(tag="bad")
+    with pytest.raises(ChannelNotFound):
+        manager.restore(channel="bad")
     with pytest.raises(VersionNotFound):
         manager.restore(step=5)
     manager.close()
     empty = manager_of(str(tmp_path / "empty"), Training())
     assert empty.restore() is None
     empty.close()
+
+
+def test_a_training_goes_on_from_the_version_of_a_channel(url: str) -> None:
+    """`load` and `Store.snapshot` took a channel, `restore` did not."""
+    with Store.open(url) as store:
+        store.set_channel("serving", store.snapshot(step=4).version)
+
+    with manager_of(url, Training()) as manager:
+        restored = manager.restore(channel="serving")
+
+    assert restored is not None
+    assert restored.step == 4
+    with pytest.raises(BadInput, match="channel="):
+        manager_of(url, Training()).restore(channel="serving", fallback=True)
 
 
 def test_a_damaged_head_is_an_error_and_an_older_version_still_restores(url: str) -> None:

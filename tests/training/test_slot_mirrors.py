@@ -46,8 +46,8 @@ def test_the_memory_that_is_told_at_attach_is_what_mirrors_take(
     manager.save()
     slots = 1 if optimizer == "sum" else 2
     of_weights, of_slots = (4 if options.encoding else 2), (4 if options.slot_bits else 2)
-    assert manager.mirror_nbytes == ROWS * DIM * (of_weights + slots * of_slots)
-    assert any(f"{manager.mirror_nbytes / 2**20:.1f} MiB" in record.getMessage() for record in caplog.records)
+    assert manager.mirror_bytes == ROWS * DIM * (of_weights + slots * of_slots)
+    assert any(f"{manager.mirror_bytes / 2**20:.1f} MiB" in record.getMessage() for record in caplog.records)
     manager.close()
 
 

@@ -91,7 +91,7 @@ def test_a_table_grows_beyond_its_first_room(store: Store) -> None:
             expected = {"set": 1000} | ({"add": len(moved)} if moved else {})
             assert lists(store) == expected
         codes = 2 * DIM * 6000 + 4 * 6000
-        assert codes < writer.mirror_nbytes < 2 * codes + 100 * 6000
+        assert codes < writer.mirror_bytes < 2 * codes + 100 * 6000
 
     assert held(store) == rows
 
@@ -99,14 +99,14 @@ def test_a_table_grows_beyond_its_first_room(store: Store) -> None:
 def test_places_of_evicted_keys_are_used_again(store: Store) -> None:
     with store.writer() as writer:
         save(writer, 0, dict.fromkeys(range(1000), 1.0))
-        before = writer.mirror_nbytes
+        before = writer.mirror_bytes
         for step in range(1, 20):
             first = 1000 * step
             save(writer, step, dict.fromkeys(range(first, first + 1000), 1.0), gone=range(first - 1000, first))
         save(writer, 20, dict.fromkeys(range(19_000, 20_000), 2.0))
 
         assert lists(store) == {"add": 1000}
-        assert writer.mirror_nbytes <= 1.1 * before
+        assert writer.mirror_bytes <= 1.1 * before
     assert held(store) == dict.fromkeys(range(19_000, 20_000), 2.0)
 
 
@@ -130,7 +130,7 @@ def test_without_a_mirror_all_rows_are_set(store: Store) -> None:
         save(writer, 0, {1: 1.0})
         save(writer, 1, {1: 2.0})
 
-        assert (lists(store), writer.mirror_nbytes) == ({"set": 1}, 0)
+        assert (lists(store), writer.mirror_bytes) == ({"set": 1}, 0)
 
 
 def test_the_independent_reader_agrees(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_keys_beyond_the_limit_are_set_rows(store: Store) -> None:
             moved = {key: row + 1 for key, row in rows.items()}
             save(writer, step, new | moved)
             rows |= new | moved
-            assert writer.mirror_nbytes <= limit
+            assert writer.mirror_bytes <= limit
         known = lists(store)["add"]
         assert lists(store) == {"add": known, "set": len(rows) - known}
         assert 300 < known < len(rows)
@@ -261,7 +261,7 @@ def test_keys_beyond_the_limit_are_set_rows(store: Store) -> None:
         assert held(store) == rows
 
         writer.restore()
-        assert writer.mirror_nbytes <= limit
+        assert writer.mirror_bytes <= limit
         save(writer, 11, {key: row + 1 for key, row in rows.items()})
         assert 300 < lists(store)["add"] < len(rows)
         save(writer, 12, dict.fromkeys(range(50), 1.0), kind="baseline")
@@ -279,7 +279,7 @@ def test_a_mirror_whose_codes_grow_wider_than_its_limit_begins_anew(store: Store
                 if not step:
                     txn.create_table("h", dim=16, options=OPTIONS)
                 txn.write_rows("h", keys, np.full((1200, 16), value, np.float32))
-            assert writer.mirror_nbytes <= 90_000
+            assert writer.mirror_bytes <= 90_000
             if step in (1, 2):
                 assert lists(store) == {"add": 1200}
             elif step == 3:

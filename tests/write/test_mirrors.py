@@ -31,11 +31,11 @@ def writer_of(mirror: Any = "memory", folder: Path | None = None) -> tuple[Store
 
 def test_memory_is_what_was_stated() -> None:
     _, writer = writer_of()
-    assert writer.mirror_nbytes == 6 * 2 * 2 + 6 * 2 * 4
+    assert writer.mirror_bytes == 6 * 2 * 2 + 6 * 2 * 4
     assert Shard("a") not in writer.mirrors
     writer.close()
-    assert writer.mirror_nbytes == 0
-    assert writer_of("none")[1].mirror_nbytes == 0
+    assert writer.mirror_bytes == 0
+    assert writer_of("none")[1].mirror_bytes == 0
 
 
 def test_files_of_a_mirror_lie_in_its_folder_and_go_with_the_writer(tmp_path: Path) -> None:

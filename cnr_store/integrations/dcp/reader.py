@@ -88,7 +88,7 @@ class CnrStorageReader(StorageReader):
     ----------
     store
         A store, or its URL or path.
-    version, step, tag
+    version, step, tag, channel
         What is loaded, at most one of them; the newest version if none is given. ``checkpoint_id`` of `dcp.load`
         means the step at its end.
     allow_cast
@@ -108,12 +108,13 @@ class CnrStorageReader(StorageReader):
         version: int | None = None,
         step: int | None = None,
         tag: str | None = None,
+        channel: str | None = None,
         allow_cast: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         given = store if isinstance(store, Store) else Store.open(os.fspath(store), storage_options=storage_options)
         self._store = given
-        self._which: dict[str, Any] = {"version": version, "step": step, "tag": tag}
+        self._which: dict[str, Any] = {"version": version, "step": step, "tag": tag, "channel": channel}
         self._allow_cast = allow_cast
         self._state: StoredState | None = None
 

@@ -60,7 +60,7 @@ class AttachedTables(TableLookups, Closing):
     ...     batch = tables.lookup_many({"user": [3, 5]})
     """
 
-    def __init__(self, folder: str | Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, folder: str | Path, *, monotonic_s: Callable[[], float] = time.monotonic) -> None:
         """Attach; a process that cannot wait for the loader calls this again later.
 
         Raises
@@ -73,10 +73,10 @@ class AttachedTables(TableLookups, Closing):
         AccessDenied, StorageFailure
         """
         self.folder = Path(folder)
-        self._clock = clock
+        self._monotonic_s = monotonic_s
         self._lock = threading.Lock()
         self._attached: _Attachment | None = None
-        self._checked_at = clock()
+        self._checked_at = monotonic_s()
         self._missed = 0
         self._lookups = Lookups(self)
         self._attach()
@@ -126,11 +126,11 @@ class AttachedTables(TableLookups, Closing):
 
     def _is_time_to_check(self, board: Board) -> bool:
         wait = RECHECK_ENDED_S if board.has_ended else RECHECK_S
-        return self._clock() - self._checked_at >= wait
+        return self._monotonic_s() - self._checked_at >= wait
 
     def _follow_owner(self, attached: _Attachment) -> _Attachment:
         """Attach to the generation that is current now, if it is another; else stay with what there is."""
-        self._checked_at = self._clock()
+        self._checked_at = self._monotonic_s()
         try:
             generation = current_generation(self.folder)
             if generation is None or generation == attached.generation:

@@ -56,14 +56,14 @@ class PushResult:
         The state that the sink serves now.
     rows, deleted
         Number of rows written and made absent; a row that changed during the push counts each time.
-    full
+    is_full
         Whether all rows were pushed.
     """
 
     state: SinkState
     rows: int
     deleted: int
-    full: bool
+    is_full: bool
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class SinkMetrics:
         The sink's name.
     version, published_version
         The version of the sink and of the source; None if it has none.
-    behind_s
+    staleness_s
         Seconds since the sink was last at the version of the source; 0 if it is.
     pushes, full_pushes, failures
         Counts since the feed was created.
@@ -91,7 +91,7 @@ class SinkMetrics:
     name: str
     version: int | None = None
     published_version: int | None = None
-    behind_s: float = 0.0
+    staleness_s: float = 0.0
     pushes: int = 0
     full_pushes: int = 0
     failures: int = 0
@@ -113,9 +113,9 @@ class SinkFeed:
         The loader.
     sink
         Opened by the feed; nothing else may open it meanwhile.
-    chunk_rows, most_rows_at_once
+    chunk_rows, max_rows_at_once
         See `CHUNK_ROWS` and `MOST_ROWS_AT_ONCE`; memory is about that many rows as float32.
-    most_waiting_keys, check_interval_s
+    max_waiting_keys, check_interval_s
         See `MOST_WAITING_KEYS` and `CHECK_INTERVAL_S`.
     """
 
@@ -125,15 +125,15 @@ class SinkFeed:
         sink: RowSink,
         *,
         chunk_rows: int = CHUNK_ROWS,
-        most_rows_at_once: int = MOST_ROWS_AT_ONCE,
-        most_waiting_keys: int = MOST_WAITING_KEYS,
+        max_rows_at_once: int = MOST_ROWS_AT_ONCE,
+        max_waiting_keys: int = MOST_WAITING_KEYS,
         check_interval_s: float = CHECK_INTERVAL_S,
     ) -> None:
         self.sink = sink
         self._source = source
         self._chunk_rows = checked_count("chunk_rows", chunk_rows, least=1)
-        self._most_rows_at_once = checked_count("most_rows_at_once", most_rows_at_once, least=1)
-        self._most_waiting_keys = most_waiting_keys
+        self._max_rows_at_once = checked_count("max_rows_at_once", max_rows_at_once, least=1)
+        self._max_waiting_keys = max_waiting_keys
         self._check_interval_s = checked_number("check_interval_s", check_interval_s, above=0)
         self._pushing = threading.Lock()  # one batch at a time
         self._changed = threading.Condition()  # guards what follows; notified by notices and by stop
@@ -170,7 +170,7 @@ class SinkFeed:
                 self._due.everything = True
             self._due.add(changed)
             hashed = [table for table, shape in published.tables.items() if shape.num_rows is None]
-            if sum(map(self._due.count, hashed)) > self._most_waiting_keys:
+            if sum(map(self._due.count, hashed)) > self._max_waiting_keys:
                 self._due.everything = True
                 self._due.add({})
             if self._behind_since is None and self._shown != published.state:
@@ -218,7 +218,7 @@ class SinkFeed:
                 self._metrics,
                 version=None if self._shown is None else self._shown.version,
                 published_version=None if self._published is None else self._published.state.version,
-                behind_s=0.0 if self._behind_since is None else time.monotonic() - self._behind_since,
+                staleness_s=0.0 if self._behind_since is None else time.monotonic() - self._behind_since,
             )
 
     def _push_again(self) -> float | None:
@@ -357,7 +357,7 @@ class SinkFeed:
         while True:
             # A batch that is written for long would otherwise be chased by new versions: what is left is read at once.
             changed, notice = self._take(attempt)
-            if _count(changed) > self._most_rows_at_once and attempt.chases < _CHASES:
+            if _count(changed) > self._max_rows_at_once and attempt.chases < _CHASES:
                 attempt.chases += 1
                 for piece in _pieces(changed, self._chunk_rows):
                     self._put(attempt, self._read(attempt, piece)[0])

@@ -192,7 +192,7 @@ def test_a_branch_is_collected_by_the_same_policy_from_wherever_it_is_run(store:
 
 
 def test_a_branch_whose_time_is_over_is_ended_and_its_segments_go_at_once(store: Store) -> None:
-    trial = store.fork("trial", 3, expires_s=3600)
+    trial = store.fork("trial", 3, ttl_s=3600)
     train(trial, 30)
     later = int(time.time() * 1000) + 3_601_000
 
@@ -216,7 +216,7 @@ def cut(store: Store, key: str) -> None:
 @pytest.mark.parametrize("position", [0, 1, -1], ids=["first", "middle", "newest"])
 def test_a_damaged_branch_whose_time_is_over_is_ended_and_holds_nothing_up(store: Store, position: int) -> None:
     """Regression: one unreadable record of an expired branch stopped every collection of the store."""
-    trial = store.fork("trial", 3, expires_s=3600)
+    trial = store.fork("trial", 3, ttl_s=3600)
     train(trial, 30)
     newest = trial.latest_version()
     cut(store, commit_key(position % (newest + 1), trial.internals.log.prefix))
@@ -348,7 +348,7 @@ def test_a_branch_that_lost_its_log_stops_everything(store: Store) -> None:
 
 
 def test_a_branch_that_lost_its_log_ends_with_its_time(store: Store) -> None:
-    store.fork("trial", 3, expires_s=3600)
+    store.fork("trial", 3, ttl_s=3600)
     store.storage.delete(listed(store, "branches/"))
     later = int(time.time() * 1000) + 3_601_000
 

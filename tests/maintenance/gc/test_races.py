@@ -218,7 +218,7 @@ class Collecting:
         with store.fork("trial", 4).writer() as writer:
             writer.restore()
             save(writer, 30)
-        store.fork("gone", 4, expires_s=0.001)
+        store.fork("gone", 4, ttl_s=0.001)
         time.sleep(0.002)
         orphan(store)
 

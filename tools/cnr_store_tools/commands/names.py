@@ -138,9 +138,9 @@ def fork(
     json: Json = False,
 ) -> None:
     """Create a branch with its own log from a version. Copies nothing."""
-    expires_s = optional_duration(expires, "--expires")
+    ttl_s = optional_duration(expires, "--expires")
     with open_store(url, storage_option) as store:
-        store.fork(name, named_version(store, version, step, tag), expires_s=expires_s).close()
+        store.fork(name, named_version(store, version, step, tag), ttl_s=ttl_s).close()
         pin = store.branches()[name]
     until = "" if pin.expires_ms is None else f", until {until_text(pin.expires_ms, '')}"
     document = {"url": store.url, "branch": name, "version": pin.version, "expires_ms": pin.expires_ms}

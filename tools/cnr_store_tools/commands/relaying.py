@@ -112,7 +112,7 @@ def relay(
                 stack.enter_context(FolderWatch(store, mirror.wake))
             if news is not None:
                 _carry_news(mirror, news, listen, announce, stack)
-            mirror.run(interval_s, on_report=print_changes)
+            mirror.run(poll_interval_s=interval_s, on_report=print_changes)
 
 
 def _carry_news(mirror: Relay, url: str, listen: str | None, announce: str | None, stack: ExitStack) -> None:
