@@ -78,16 +78,6 @@ class ModuleBinding:
             # A step of an optimizer would be written to rows that are served, and later differences added to it.
             tensor.requires_grad_(False)
 
-    @property
-    def tables(self) -> set[str]:
-        """Tables of the store that the module shows."""
-        return set(self._tables.values())
-
-    @property
-    def dense(self) -> set[str]:
-        """Dense tensors of the store that the module shows."""
-        return set(self._dense.values())
-
     def check(self, tables: Mapping[str, ServedTable], dense: Mapping[str, DenseEntry]) -> None:
         """Refuse a version that the module cannot show. No I/O.
 

@@ -82,11 +82,6 @@ class StatePlan:
         """Return the optimizer's entry of a table's parameter, None if no optimizer has it."""
         return next((one for one in self.optimized if one.parameter is parameter), None)
 
-    @property
-    def tables(self) -> set[str]:
-        """Names of the tables that this rank holds something of."""
-        return {shard.table for shard in self.shards.values()}
-
 
 def table_parameters(model: nn.Module, declared: Iterable[str] = ()) -> dict[str, nn.Parameter]:
     """Return the tables of a model by name: every embedding, and the parameters that the caller names.

@@ -16,7 +16,7 @@ It needs torch, and does not depend on the store.
 from __future__ import annotations
 
 from cnr_store_gpu.bitmap import DeviceBitmaps, RowBitmap, Taken
-from cnr_store_gpu.gather import RowRequest, gather_rows
+from cnr_store_gpu.gather import RowRequest
 from cnr_store_gpu.host_copies import JoinedCopies
 from cnr_store_gpu.optimizers import Movement, RowMovement, row_movement, row_slots, rows_with_state, scalar_state
 from cnr_store_gpu.quantize import LatticeCodes
@@ -43,7 +43,6 @@ __all__ = [
     "ModelTable",
     "Taken",
     "WatchedShard",
-    "gather_rows",
     "plan_tables",
     "row_movement",
     "row_slots",

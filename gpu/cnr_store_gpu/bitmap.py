@@ -503,31 +503,12 @@ class DeviceBitmaps:
         self._bitmaps = {device: RowBitmap(own, device) for device, own in rows.items()}
         self._by_table = {table: self._bitmaps[device] for table, (_, device) in tables.items()}
 
-    @property
-    def table_rows(self) -> dict[str, int]:
-        """Rows of each table, by name."""
-        return {table: bitmap.table_rows[table] for table, bitmap in self._by_table.items()}
-
-    @property
-    def by_device(self) -> dict[torch.device, RowBitmap]:
-        """The bitmaps; live."""
-        return dict(self._bitmaps)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all words."""
-        return sum(bitmap.size_bytes for bitmap in self._bitmaps.values())
-
     def of(self, table: str) -> RowBitmap:
         """Return the bitmap that has the table; raises TableNotFound."""
         try:
             return self._by_table[table]
         except KeyError:
             raise TableNotFound(f"no table {table!r} here; there are {sorted(self._by_table)}", table=table) from None
-
-    def any(self) -> bool:
-        """Return whether any row of any table is marked; waits for the devices."""
-        return any(bitmap.any() for bitmap in self._bitmaps.values())
 
     def take_all(self, tables: Iterable[str] | None = None) -> Mapping[str, Taken]:
         """Return the marked rows of every table and clear them; one wait per device."""

@@ -93,51 +93,15 @@ def check_range(index: torch.Tensor, num_rows: int) -> None:
         )
 
 
-def gather_rows(
-    tensors: Mapping[str, torch.Tensor],
-    row_ids: RowIds | torch.Tensor,
-    *,
-    out: Mapping[str, torch.Tensor] | None = None,
-) -> dict[str, torch.Tensor]:
-    """Return copies of the same rows of every tensor: one ``index_select`` each, no autograd.
-
-    Parameters
-    ----------
-    tensors
-        Weights and slots ``(num_rows, ...)``, with the same first dimension. The copy of a sparse one is
-        dense.
-    row_ids
-        int64 ``(n,)`` in ``[0, num_rows)``, in the order in which the copies shall be.
-    out
-        Contiguous destinations ``(n, ...)`` by name, of the source's dtype and device; fresh memory for
-        names it lacks.
-
-    Raises
-    ------
-    BadShape
-        Tensors of different lengths.
-    BadRowIds
-        Ids of a wrong shape or dtype, or outside the tensors; nothing was written.
-    """
-    index = index_of(row_ids)
-    num_rows = common_rows(tensors)
-    if tensors:
-        check_range(index, num_rows)
-    copied: dict[torch.device, torch.Tensor] = {}
-
-    def rows_on(device: torch.device) -> torch.Tensor:
-        if device not in copied:
-            copied[device] = index.to(device)
-        return copied[device]
-
-    return select_rows(tensors, rows_on, {} if out is None else out)
-
-
 @torch.no_grad()
 def select_rows(
     tensors: Mapping[str, torch.Tensor], rows_on: RowsOn, out: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the copies of `gather_rows` for ids that are known to be good; queues on the current streams."""
+    """Return copies of the same rows of every tensor, for ids that are known to be good; no autograd.
+
+    Queues on the current streams. ``out``: contiguous destinations ``(n, ...)`` by name, of the source's dtype and
+    device; fresh memory for names it lacks. The copy of a sparse tensor is dense.
+    """
     copies: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         source = tensor.detach()

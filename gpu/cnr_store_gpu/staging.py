@@ -361,8 +361,11 @@ class StagingBuffers:
 
         Raises
         ------
-        BadShape, BadRowIds
-            As ``gather_rows``. Ids on a device are checked after the copy, by `Staged.wait`.
+        BadShape
+            Tensors of different lengths.
+        BadRowIds
+            Ids of a wrong shape or dtype, or outside the tensors. Those on a device are checked after the copy, by
+            `Staged.wait`.
         BadDtype, BadInput
             A tensor that is to be coded cannot be; nothing was copied.
         """

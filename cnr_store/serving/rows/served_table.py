@@ -288,14 +288,6 @@ class BaseTable:
         """Whether rows are found by key rather than by position."""
         return self.index is not None
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of rows in use, index and status."""
-        row_bytes = self.rows.shape[1] * self.rows.itemsize
-        index = 0 if self.index is None else self.index.slots.nbytes
-        status = 0 if self.status is None else self.num_rows
-        return int(self.num_rows * row_bytes + index + status)
-
     def with_status(self, memory: Memory = ANONYMOUS) -> BaseTable:
         """Return the same table with a status per row, all `CODED` where there was none so far."""
         if self.status is not None:
@@ -357,11 +349,6 @@ class Overlay:
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the arrays."""
-        return self.ids.nbytes + self.rows.nbytes + self.status.nbytes + self.index.slots.nbytes
 
     @classmethod
     def merged(cls, name: str, older: Overlay, newer: Overlay, memory: Memory = ANONYMOUS) -> Overlay:

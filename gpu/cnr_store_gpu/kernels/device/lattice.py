@@ -5,10 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cnr_store_gpu.kernels.device.rounding import round_half_even
+MAGIC = tl.constexpr(12582912.0)
+"""1.5 * 2^23: adding it leaves no bit after the point, rounded half to even; for magnitudes below 2^22."""
 
 FIRST_UNSTORABLE = tl.constexpr(32767.5)
 """The smallest quotient that rounds to more than 32767 (a tie goes to the even neighbour)."""
+
+
+@triton.jit
+def round_half_even(x: tl.tensor) -> tl.tensor:
+    """Return ``rint(x)`` for ``abs(x) < 2^22``; libdevice's own does not run under the interpreter."""
+    return (x + MAGIC) - MAGIC
 
 
 @triton.jit(do_not_specialize=["num_coded", "scale"], do_not_specialize_on_alignment=["flag"])
