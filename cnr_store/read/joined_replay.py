@@ -1,8 +1,9 @@
 """Replays the chains of many small tables together, by one compiled call per stored chunk and array.
 
 Why this module exists: the rows of small tables lie end to end in shared chunks. To plan, read and add them table by
-table takes much longer than to add them. `table_reader.read_range` and `read_mirror` are the definition. Tables in any
-other than the plainest form are left to them, as is everything that could be wrong, so they raise the errors.
+table takes much longer than to add them. `table_reader.read_range` and `read_mirror` are the definition, of what a
+compaction merges `merge_piece`. Tables in any other than the plainest form are left to them, as is everything that
+could be wrong, so they raise the errors.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,16 +24,16 @@ from cnr_store.encodings.widths import as_columns
 from cnr_store.errors import CorruptStore
 from cnr_store.format.arrays import real_rows
 from cnr_store.format.manifest import recorded_digest
-from cnr_store.format.records import ArrayEntry, Manifest, Operation, RowListEntry, TableSchema
+from cnr_store.format.records import ArrayEntry, Manifest, RowListEntry, TableSchema
 from cnr_store.read.prefetch import WantedChunk, prefetching
 from cnr_store.read.replay import ChunkReader
 from cnr_store.runtime.addresses import address_of
 from cnr_store.runtime.threads import Workers
-from cnr_store.segment.codes import Allocate, Array, ArraySpec, ArraySpecs, TableCodes, array_specs
+from cnr_store.segment.codes import Allocate, Array, ArraySpec, TableCodes, array_specs, stored_specs
 from cnr_store.segment.decoded import Scratch
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.shards import whole_of
-from cnr_store.types import FloatBits, Lattice
+from cnr_store.types import FloatBits, Lattice, RowIds
 
 LEAST_TABLES = 4
 """Fewer are read one by one."""
@@ -46,7 +47,8 @@ APART_BYTES = 64 * 1024 * 1024
 _FINISHED_ELEMENTS = 1 << 20
 """About how many elements one thread decodes at a time."""
 
-_PlacedList = tuple[int, Operation, RowListEntry]
+_CodedOperation = Literal["add", "set"]
+_PlacedList = tuple[int, _CodedOperation, RowListEntry]
 """A row list, with its segment's place in the chain."""
 
 
@@ -61,17 +63,20 @@ class ReadTogether(NamedTuple):
 class _SmallTable:
     """A table whose chain has the plainest form; ``held`` are the codes of the arrays ``names``.
 
-    ``digest``: what these must have, None if it is not known or not all that count are among them.
+    ``digest``: what these must have, None if it is not known or not all that count are among them. ``rows``: the ids of
+    the rows that are held, None if all are; ``first`` is the place of the first of them among those of all tables.
     """
 
     name: str
     schema: TableSchema
-    specs: ArraySpecs
+    specs: Mapping[str, ArraySpec]
     names: Sequence[str]
     outputs: Mapping[str, Array]
     lists: Sequence[_PlacedList]
     digest: int | None
     held: dict[str, Array] = field(default_factory=dict)
+    rows: RowIds | None = None
+    first: int = 0
 
     def hold(self, allocate: Allocate | None) -> int:
         """Take memory for the codes; returns how many bytes of it are neither outputs nor a mirror."""
@@ -81,7 +86,10 @@ class _SmallTable:
             if allocate is not None:
                 self.held[name] = allocate((self.schema.num_rows, spec.width), spec.mirror_dtype)
             elif out is None:
-                self.held[name] = np.empty((self.schema.num_rows, spec.width), self._narrowest(name))
+                count, make = self.schema.num_rows, np.empty
+                if self.rows is not None:  # differences are added to zero
+                    count, make = len(self.rows), np.zeros
+                self.held[name] = make((count, spec.width), self._narrowest(name))
                 apart += self.held[name].nbytes
             elif spec.memory_dtype == np.int32:
                 self.held[name] = out.view(np.int32)
@@ -105,13 +113,15 @@ class _ListsInChunk:
     """A stored chunk of a group with row lists of one operation.
 
     ``lines``: of each list the table's number, where its rows begin in the chunk, how many they are, first and last id.
+    ``ids``: once they were read, the ids of these rows in all tables end to end (`_TablesAtOnce.hold_named`).
     """
 
     segment: int
-    operation: Operation
+    operation: _CodedOperation
     group: Mapping[str, ArrayEntry]
     number: int
     lines: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    ids: RowIds | None = None
 
 
 def read_together(
@@ -145,7 +155,7 @@ def read_together(
     for name, arrays in outputs.items():
         specs = array_specs(manifests[-1].tables[name])
         names = [key for key in specs if key in arrays or (allocate is not None and specs.are_additive)]
-        tables += _plain_tables(manifests, name, names, arrays)
+        tables += _plain_tables(manifests, 0, name, names, arrays)
     done: dict[str, ReadTogether] = {}
     for batch in _batches(tables, allocate) if len(tables) >= LEAST_TABLES else ():
         for table, _, size in _TablesAtOnce(batch, readers, workers).read():
@@ -158,43 +168,54 @@ def read_together(
 def small_tables(readers: Sequence[SegmentReader], names: Iterable[str]) -> list[str]:
     """Return those of some tables for which `read_together` is worth memory for outputs. Pure."""
     manifests = [reader.manifest for reader in readers]
-    found = [name for name in names if _plain_lists(manifests, name, manifests[-1].tables[name]) is not None]
+    found = [name for name in names if _plain_lists(manifests, 0, name, manifests[-1].tables[name]) is not None]
     return found if len(found) >= LEAST_TABLES else []
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MergedTogether:
-    """All codes of a table, (rows, width) by array, as narrow as they are stored, and their state digest."""
+    """A row list of a table: its codes (rows, width) by array, as narrow as they are stored, and what the arrays are.
 
+    ``rows``: the ids of a delta's rows; None of a baseline, which has all rows, and their state digest.
+    """
+
+    operation: _CodedOperation
+    rows: RowIds | None
     codes: Mapping[str, Array]
+    specs: Mapping[str, ArraySpec]
     digest: int
 
 
 def merge_together(
-    readers: Sequence[SegmentReader], names: Iterable[str], workers: Workers
+    readers: Sequence[SegmentReader], start: int, names: Iterable[str], workers: Workers
 ) -> dict[str, MergedTogether]:
-    """Return the codes of those of some tables whose chains can be replayed together. Blocks.
+    """Return what the segments from ``start`` on merge to, of those of some tables that can be merged together. Blocks.
 
-    Memory beyond what is returned: as `read_together`.
+    Memory beyond what is returned: as `read_together`, and of a delta 24 bytes for each row of a list that is merged.
     """
     manifests = [reader.manifest for reader in readers]
     tables: list[_SmallTable] = []
     for name in names:
-        tables += _plain_tables(manifests, name, [*array_specs(manifests[-1].tables[name])], {})
+        tables += _plain_tables(manifests, start, name, [*array_specs(manifests[-1].tables[name])], {})
     if len(tables) < LEAST_TABLES:
+        return {}
+    at_once = _TablesAtOnce(tables, readers, workers)
+    if start and not at_once.hold_named():
         return {}
     for table in tables:
         table.hold(None)
-    found = _TablesAtOnce(tables, readers, workers).read()
-    return {table.name: MergedTogether(table.held, total) for table, total, _ in found}
+    return {
+        table.name: MergedTogether(table.lists[0][1], table.rows, table.held, table.specs, total)
+        for table, total, _ in at_once.read()
+    }
 
 
 def _plain_tables(
-    manifests: Sequence[Manifest], name: str, names: Sequence[str], outputs: Mapping[str, Array]
+    manifests: Sequence[Manifest], start: int, name: str, names: Sequence[str], outputs: Mapping[str, Array]
 ) -> list[_SmallTable]:
-    """Return a table, if its chain, and the arrays ``names`` that are wanted of it, have the plainest form. Pure."""
+    """Return a table, if its chain from ``start`` on, and the arrays ``names`` of it, have the plainest form. Pure."""
     schema = manifests[-1].tables[name]
-    lists = _plain_lists(manifests, name, schema)
+    lists = _plain_lists(manifests, start, name, schema)
     specs = array_specs(schema)
     if lists is None or not names or not specs.are_additive:
         return []
@@ -202,22 +223,26 @@ def _plain_tables(
         return []
     if not all(out.flags.c_contiguous for out in outputs.values()):
         return []
+    if start:
+        stored = stored_specs(schema, (0, schema.dim), lists[0][1])
+        return [_SmallTable(name, schema, stored, names, outputs, lists, None)]
     is_whole = set(names) == set(specs)
     digest = recorded_digest(manifests[-1].parts_of.get(name, ()), whole_of(schema)) if is_whole else None
     return [_SmallTable(name, schema, specs, names, outputs, lists, digest)]
 
 
-def _plain_lists(manifests: Sequence[Manifest], name: str, schema: TableSchema) -> list[_PlacedList] | None:
+def _plain_lists(manifests: Sequence[Manifest], start: int, name: str, schema: TableSchema) -> list[_PlacedList] | None:
     """Return the row lists of a table's life, oldest first; None if a row may be other than coded, or lists are large.
 
-    Its first segment sets all rows. Later ones have one part, of the whole table, which sets some or adds to some.
+    Its first segment sets all rows. Later ones have one part, of the whole table, which sets some or adds to some. With
+    a ``start`` behind the first segment, those from there on: the table was the same before, and all set or all add.
     """
     if schema.keys == "hashed":
         return None
     rows, columns = (0, schema.num_rows), (0, schema.dim)
     found: list[_PlacedList] = []
     begin = len(manifests)
-    for segment in range(len(manifests) - 1, -1, -1):
+    for segment in range(len(manifests) - 1, max(start - 2, -1), -1):
         here = manifests[segment].tables.get(name)
         if here is not schema:
             if here is None or here.generation != schema.generation:
@@ -225,7 +250,7 @@ def _plain_lists(manifests: Sequence[Manifest], name: str, schema: TableSchema) 
             if here != schema:
                 return None
         begin = segment
-        parts = manifests[segment].parts_of.get(name, ())
+        parts = manifests[segment].parts_of.get(name, ()) if segment >= start else ()
         if not parts:
             continue
         part = parts[0]
@@ -242,7 +267,10 @@ def _plain_lists(manifests: Sequence[Manifest], name: str, schema: TableSchema) 
     if not found:
         return None
     segment, operation, first = found[-1]
-    is_complete = segment == begin and operation == "set" and first.count == schema.num_rows
+    if start:
+        is_complete = begin == start - 1 and all(own == operation for _, own, _ in found)
+    else:
+        is_complete = segment == begin and operation == "set" and first.count == schema.num_rows
     return found[::-1] if is_complete else None
 
 
@@ -271,15 +299,40 @@ class _TablesAtOnce:
         self._sound = np.ones(len(tables), np.bool_)
         self._bytes = np.zeros(len(tables), np.int64)
         self._arrays: dict[str, _HeldCodes] = {}
-        for name in dict.fromkeys(name for table in tables for name in table.held):
-            self._arrays[name] = _HeldCodes.of(name, tables)
+        self._named: RowIds = np.empty(0, np.int64)
+        self._chunks = self._listed()
+
+    def hold_named(self) -> bool:
+        """Have each table hold the rows that its lists name, and no others. False if anything may be wrong."""
+        firsts = np.cumsum([0, *(table.schema.num_rows for table in self._tables)])
+        chunks = [chunk for own in self._chunks for chunk in own]
+        try:
+            if not all(self._workers.run(partial(self._find_ids, chunk, firsts) for chunk in chunks)):
+                return False
+        except CorruptStore:
+            return False
+        self._named = np.unique(np.concatenate([chunk.ids for chunk in chunks if chunk.ids is not None]))
+        cuts = np.searchsorted(self._named, firsts).tolist()
+        for table, base, (low, high) in zip(self._tables, firsts, pairwise(cuts), strict=False):
+            table.rows, table.first = self._named[low:high] - base, low
+        return True
+
+    def _find_ids(self, chunk: _ListsInChunk, firsts: npt.NDArray[np.int64]) -> bool:
+        """Read the row ids of a chunk; ``firsts``: where each table begins. False if its lists have others."""
+        lines = np.array(chunk.lines, np.int64)
+        rows, is_sound = self._rows(self._readers[chunk.segment], chunk, lines)
+        if not is_sound.all():
+            return False
+        chunk.ids = rows[_ranges(lines[:, 1], lines[:, 2])] + np.repeat(firsts[lines[:, 0]], lines[:, 2])
+        return True
 
     def read(self) -> list[tuple[_SmallTable, int, int]]:
         """Replay and decode; returns the tables that were read, with their state digests and stored bytes."""
-        chunks = self._chunks()
-        wanted = (self._wanted(chunk) for own in chunks for chunk in own)
+        for name in dict.fromkeys(name for table in self._tables for name in table.held):
+            self._arrays[name] = _HeldCodes.of(name, self._tables)
+        wanted = (self._wanted(chunk) for own in self._chunks for chunk in own)
         with prefetching(self._readers, wanted, self._workers) as sources:
-            for own in chunks:
+            for own in self._chunks:
                 for chunk in own:
                     self._count(self._readers[chunk.segment], chunk)
                 self._workers.run(partial(self._apply, sources[chunk.segment], chunk) for chunk in own)
@@ -290,9 +343,9 @@ class _TablesAtOnce:
             if is_sound and table.digest in (None, total)
         ]
 
-    def _chunks(self) -> list[list[_ListsInChunk]]:
+    def _listed(self) -> list[list[_ListsInChunk]]:
         """Return the chunks of each segment."""
-        found: list[dict[tuple[Operation, int, int], _ListsInChunk]] = [{} for _ in self._readers]
+        found: list[dict[tuple[_CodedOperation, int, int], _ListsInChunk]] = [{} for _ in self._readers]
         for at, table in enumerate(self._tables):
             for segment, operation, own in table.lists:
                 size = own.group["rows"].chunk_rows
@@ -312,7 +365,7 @@ class _TablesAtOnce:
         """Return what a read of it fetches."""
         tables = [line[0] for line in chunk.lines]
         names = [name for name, held in self._arrays.items() if held.has[tables].any()]
-        has_gaps = any(last - first + 1 != count for _, _, count, first, last in chunk.lines)
+        has_gaps = chunk.ids is None and any(last - first + 1 != count for _, _, count, first, last in chunk.lines)
         return WantedChunk(chunk.segment, chunk.group, chunk.number, has_gaps, names)
 
     def _count(self, reader: SegmentReader, chunk: _ListsInChunk) -> None:
@@ -328,12 +381,9 @@ class _TablesAtOnce:
     def _apply(self, reader: ChunkReader, chunk: _ListsInChunk) -> None:
         """Put or add the rows of a chunk in the codes of their tables."""
         lines = np.array(chunk.lines, np.int64)
-        tables, starts, counts, ends = lines[:, 0], lines[:, 1], lines[:, 2], lines[:, 3:]
+        tables, starts, counts = lines[:, 0], lines[:, 1], lines[:, 2]
         try:
-            rows = self._rows(reader, chunk, starts, counts, ends)
-            is_sound = np.empty(len(lines), np.bool_)
-            parts = table_kernels.parts_of(starts, counts, 0, np.zeros((len(lines), 4), np.int64))
-            table_kernels.are_ascending(parts, ends, rows, is_sound)
+            rows, is_sound = self._rows(reader, chunk, lines)
             reached = np.empty(len(lines), np.int64)
             for name, held in self._arrays.items():
                 own = held.has[tables]
@@ -351,17 +401,23 @@ class _TablesAtOnce:
         except CorruptStore:
             self._sound[tables] = False
 
-    def _rows(
-        self, reader: ChunkReader, chunk: _ListsInChunk, starts: Array, counts: Array, ends: Array
-    ) -> npt.NDArray[np.int64]:
-        """Return the row ids of a chunk, of which none is read if the lists show that they are contiguous."""
-        if (ends[:, 1] - ends[:, 0] + 1 != counts).any():
-            return self._read(reader, chunk, "rows", counts)
-        rows = np.arange((starts + counts).max(), dtype=np.int64)
-        order = np.argsort(starts)
-        begins = starts[order]
-        rows[begins[0] :] += np.repeat(ends[order, 0] - begins, np.diff(begins, append=len(rows)))
-        return rows
+    def _rows(self, reader: ChunkReader, chunk: _ListsInChunk, lines: Array) -> tuple[RowIds, npt.NDArray[np.bool_]]:
+        """Return the rows of a chunk, by their ids or their places among those held, and whether each list's are right.
+
+        No ids are read if the lists show that they are contiguous.
+        """
+        is_sound = np.ones(len(lines), np.bool_)
+        starts, counts, ends = lines[:, 1], lines[:, 2], lines[:, 3:]
+        if chunk.ids is None and (ends[:, 1] - ends[:, 0] + 1 != counts).any():
+            rows = self._read(reader, chunk, "rows", counts)
+        else:
+            known = _ranges(ends[:, 0], counts) if chunk.ids is None else np.searchsorted(self._named, chunk.ids)
+            rows = np.empty((starts + counts).max(), np.int64)
+            rows[_ranges(starts, counts)] = known
+        if chunk.ids is None:
+            parts = table_kernels.parts_of(starts, counts, 0, np.zeros((len(lines), 4), np.int64))
+            table_kernels.are_ascending(parts, ends, rows, is_sound)
+        return rows, is_sound
 
     def _read(self, reader: ChunkReader, chunk: _ListsInChunk, name: str, counts: Array) -> Array:
         assert isinstance(reader, SegmentReader)
@@ -376,6 +432,12 @@ class _TablesAtOnce:
         for task, found in zip(tasks, self._workers.run(task.run for task in tasks), strict=True):
             totals[task.tables] += found
         return [int(total) for total in totals.tolist()]
+
+
+def _ranges(begins: Array, counts: Array) -> RowIds:
+    """Return the ranges [begin, begin + count), one behind the other."""
+    found: RowIds = np.arange(counts.sum()) + np.repeat(begins - np.cumsum(counts) + counts, counts)
+    return found
 
 
 @dataclass(slots=True, eq=False)
@@ -395,7 +457,7 @@ class _HeldCodes:
             held, spec = tables[at].held[name], tables[at].specs[name]
             wraps = isinstance(spec.encoding, FloatBits) and held.dtype == np.int32
             adds[at] = ADD_WRAPPING if wraps else ADD
-            places[at] = address_of(held), held.itemsize, len(held), 0
+            places[at] = address_of(held), held.itemsize, len(held), tables[at].first
         return cls(has, adds, places)
 
 
@@ -417,10 +479,13 @@ class _AlikeCodes:
 
 
 def _finishes(name: str, tables: Sequence[_SmallTable]) -> Iterator[_AlikeCodes]:
-    """Yield what finishes one array of the tables: alike ones together, as much at once as a thread should take."""
+    """Yield what finishes one array of the tables: alike ones together, as much at once as a thread should take.
+
+    Not of those that hold a delta's rows: these are neither values nor part of a digest.
+    """
     alike: dict[tuple[int, int | None], list[int]] = {}
     for at, table in enumerate(tables):
-        if name in table.held:
+        if name in table.held and table.rows is None:
             spec = table.specs[name]
             shift = spec.bit_shift if isinstance(spec.encoding, FloatBits) else None
             alike.setdefault((spec.width, shift), []).append(at)

@@ -150,7 +150,10 @@ def main() -> None:
     add_model_option(parser, instead=True)
     options = parser.parse_args()
     if options.model:
-        works = {"compaction into one segment": (Side.copy, Side.compact)}
+        works = {
+            "compaction into one segment": (Side.copy, Side.compact),
+            "compaction of the deltas into one": (Side.copy, partial(Side.compact, start=1)),
+        }
         many_tables.run(options, "compaction", works, deltas=DELTAS, share=SHARE, bits=options.bits)
         return
     report = harness.Report(

@@ -91,10 +91,10 @@ class Side:
         shutil.rmtree(self._copy, ignore_errors=True)
         shutil.copytree(self._written.url, self._copy, copy_function=os.link)
 
-    def compact(self) -> None:
-        """Compact the copy's chain into one segment."""
+    def compact(self, start: int = 0) -> None:
+        """Compact the copy's chain, or its segments from ``start`` on, into one segment."""
         with Store.open(str(self._copy)) as store:
-            compact_run(store, run=(0, len(store.head().record.chain)))
+            compact_run(store, run=(start, len(store.head().record.chain)))
 
     def close(self) -> None:
         """End what is open, and remove the store."""

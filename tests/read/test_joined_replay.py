@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ from cnr_store.errors import BadInput, CorruptObject, StorageFailure
 from cnr_store.format import layout
 from cnr_store.maintenance.compaction import merge
 from cnr_store.maintenance.compaction.plan import Run
-from cnr_store.maintenance.compaction.tasks import plan_tasks
+from cnr_store.maintenance.compaction.tasks import compactable_run, plan_tasks
 from cnr_store.read import joined_replay
 from cnr_store.read.joined_replay import LEAST_TABLES
 from cnr_store.read.snapshot import Snapshot
@@ -326,19 +326,26 @@ def test_an_outage_is_raised_by_the_first_read() -> None:
 
 def test_a_damaged_chunk_is_an_error_of_its_tables(store: Store) -> None:
     save(store)
+    damage(store, "codes")
+    snapshot = store.snapshot()
+    wide = [name for name in NAMES if name.startswith("wide")]
+    assert {*check_equal(snapshot, NAMES, mirrors=True, with_slots=True)} == {*wide}
+    with pytest.raises(CorruptObject):
+        snapshot.read_many()
+
+
+def damage(store: Store, array: str) -> None:
+    """Flip a bit of an array of the narrow tables in the first delta."""
     reader = store.snapshot().readers[1]
-    entry = next(one for one in reader.manifest.arrays if one.path.endswith("codes") and one.shape[1] == 2)
+    [part] = reader.manifest.parts_of[NAMES[0]]
+    assert part.add is not None
+    entry = part.add.group[array]
     place = reader.place_of(entry, 0)
     key = layout.segment_key(reader.name, place.path)
     data = bytearray(store.storage.read(key) or b"")
     data[place.start + place.size // 2] ^= 1
     store.storage.delete([key])
     store.storage.put(key, bytes(data))
-    snapshot = store.snapshot()
-    wide = [name for name in NAMES if name.startswith("wide")]
-    assert {*check_equal(snapshot, NAMES, mirrors=True, with_slots=True)} == {*wide}
-    with pytest.raises(CorruptObject):
-        snapshot.read_many()
 
 
 def test_a_wrong_digest_is_an_error_of_its_table(store: Store) -> None:
@@ -407,21 +414,94 @@ def test_a_compaction_writes_the_same_objects(store: Store, monkeypatch: pytest.
     real = merge.merge_piece
     monkeypatch.setattr(merge, "merge_piece", lambda *given: (alone.append(given[2].table), real(*given))[1])
     readers = store.snapshot().readers
-    plan = plan_tasks([reader.manifest for reader in readers], Run(0, len(readers), "baseline", "test"))
-    written = []
-    for least in (LEAST_TABLES, 1000):
-        monkeypatch.setattr(joined_replay, "LEAST_TABLES", least)
-        with store_in_memory() as other:
-            out = SegmentWriter(
-                other.storage, readers[0].name, writer="0", workers=store.internals.workers, throttle=Throttle(None)
-            )
-            run = 0, len(readers)
-            parts = [
-                part
-                for task in plan
-                for part in merge.merge_pieces(readers, run, task.pieces, out, store.internals.workers)
-            ]
-            receipt = out.finish(txn="0" * 32, rank=0, world=1, attempt="0" * 8, base=0, l0=0, parts=parts)
-            written.append((parts, receipt))
-        assert {*alone} == ({NAMES[2]} if least == LEAST_TABLES else {*NAMES})
-    assert written[0] == written[1]
+    run = Run(0, len(readers), "baseline", "test")
+    together = merged_objects(store, run)
+    assert {*alone} == {NAMES[2]}
+    monkeypatch.setattr(joined_replay, "LEAST_TABLES", 1000)
+    assert merged_objects(store, run) == together
+    assert {*alone} == {*NAMES}
+
+
+def merged_objects(store: Store, run: Run) -> Any:
+    """Parts and receipt of what a run merges to, with the digest of each object; nothing is committed."""
+    readers = store.snapshot().readers
+    workers = store.internals.workers
+    with store_in_memory() as other:
+        out = SegmentWriter(other.storage, readers[0].name, writer="0", workers=workers, throttle=Throttle(None))
+        parts = [
+            part
+            for task in plan_tasks([reader.manifest for reader in readers], run)
+            for part in merge.merge_pieces(readers, (run.start, run.stop), task.pieces, out, workers)
+        ]
+        return parts, out.finish(txn="0" * 32, rank=0, world=1, attempt="0" * 8, base=0, l0=0, parts=parts)
+
+
+def merged_alone(store: Store, run: Run) -> Any:
+    """The same table by table."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(joined_replay, "LEAST_TABLES", 1000)
+        return merged_objects(store, run)
+
+
+@pytest.mark.parametrize("mirrors", [("memory",) * 3, ("none",) * 3, ("memory", "memory", "none")])
+def test_a_compaction_of_deltas_writes_the_same_objects(
+    store: Store, monkeypatch: pytest.MonkeyPatch, mirrors: tuple[Literal["memory", "none"], ...]
+) -> None:
+    """Of differences, of absolute rows, of both. Of tables with codes beyond int16, one has no difference beyond it."""
+    save(store)
+    for mirror, step, steep, wide in zip(mirrors, (9, 10, 11), (6e3, 12e3, 12e3), (12e3, 0, 0), strict=True):
+        far = {NAMES[7]: steep, NAMES[8]: wide}
+        with store.writer(mirror=mirror) as writer:
+            writer.restore()
+            with writer.begin(step) as txn:
+                if step == 9:
+                    txn.resize_table(NAMES[6], ROWS + 4)
+                if step == 10:
+                    txn.resize_table(NAMES[1], ROWS - 4)
+                    txn.delete_rows(NAMES[2], np.array([0]))
+                if step == 10 and mirror == "memory":
+                    txn.refine_scale(NAMES[3])
+                for seed, name in enumerate(NAMES):
+                    dim = 2 if name.startswith("narrow") else 3
+                    ids = np.arange(seed % 4, ROWS - 4, 3 if name in far else 3 + step % 2)
+                    new = values(ROWS, dim, 100 * step + seed)[ids] + np.float32(far.get(name, 0))
+                    txn.write_rows(name, ids, new, slots={"sum": np.abs(values(ROWS, dim, step))[ids]})
+    alone: list[str] = []
+    real = merge.merge_piece
+    monkeypatch.setattr(merge, "merge_piece", lambda *given: (alone.append(given[2].table), real(*given))[1])
+    run = Run(3, len(store.snapshot().readers), "delta", "test")
+    together = merged_objects(store, run)
+    others = {"memory": {NAMES[3], NAMES[7]}, "none": set()}
+    expected = {NAMES[1], NAMES[2], NAMES[6], *others[mirrors[0]]}
+    assert {*alone} == (expected if len({*mirrors}) == 1 else {*NAMES})
+    assert merged_alone(store, run) == together
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_any_run_merges_to_the_same_objects(data: st.DataObject) -> None:
+    tables = [drawn_table(data, number) for number in range(data.draw(st.integers(LEAST_TABLES, 9)))]
+    random = np.random.default_rng(data.draw(st.integers(0, 999)))
+    with (
+        pytest.MonkeyPatch.context() as patched, store_in_memory(threads=data.draw(st.sampled_from([1, None]))) as store
+    ):  # fmt: skip
+        patched.setattr("cnr_store.format.arrays.CHUNK_BYTES", data.draw(st.sampled_from([1 << 20, 160])))
+        with store.writer(shards={one.name: one.tiles for one in tables}) as writer:
+            with writer.begin(0) as txn:
+                begin(txn, tables)
+            for step in range(1, data.draw(st.integers(2, 5))):
+                with writer.begin(step) as txn:
+                    for one in tables:
+                        change(data, txn, one, random)
+        manifests = [reader.manifest for reader in store.snapshot().readers]
+        start = data.draw(st.integers(0, len(manifests) - 1))
+        run = compactable_run(manifests, Run(start, len(manifests), "delta" if start else "baseline", "test"))
+        assert merged_objects(store, run) == merged_alone(store, run)
+
+
+def test_a_damaged_chunk_of_a_run_of_deltas_is_an_error(store: Store) -> None:
+    """The rows of its tables are not taken for others."""
+    save(store)
+    damage(store, "rows")
+    with pytest.raises(CorruptObject):
+        merged_objects(store, Run(1, 3, "delta", "test"))

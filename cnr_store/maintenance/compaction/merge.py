@@ -19,11 +19,11 @@ from cnr_store.format.records import OPERATIONS, ListLine, Manifest, Operation, 
 from cnr_store.maintenance.compaction.merged_rows import MergedRows, write_merged
 from cnr_store.maintenance.compaction.statuses import replay_statuses
 from cnr_store.maintenance.compaction.tasks import MergePiece
-from cnr_store.read.joined_replay import merge_together
+from cnr_store.read.joined_replay import MergedTogether, merge_together
 from cnr_store.read.plan import TablePlan, by_columns, plan_table
 from cnr_store.runtime.threads import Workers
-from cnr_store.segment.codes import Array, array_specs
-from cnr_store.segment.groups import Blocks, RowList
+from cnr_store.segment.codes import array_specs
+from cnr_store.segment.groups import Blocks, RowList, order_of
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.shards import Shard
 from cnr_store.segment.writer import SegmentWriter
@@ -44,35 +44,33 @@ def merge_pieces(
 ) -> tuple[PartLine, ...]:  # fmt: skip
     """Write parts of what the run merges to, as `merge_piece` does each, and return them in order. Blocks.
 
-    Small tables of a baseline are merged together. Memory: as `merge_piece`, and about `TOGETHER_BYTES`.
+    Small tables are merged together. Memory: as `merge_piece`; of a baseline about `TOGETHER_BYTES`, of a delta what
+    the pieces merge to, and 24 bytes for each row of the run.
     """
     start, stop = run
+    manifests = [reader.manifest for reader in readers[:stop]]
+    schemas = manifests[-1].tables
     parts: list[PartLine] = []
-    for some in _at_once(pieces, readers[stop - 1].manifest.tables):
-        whole = [piece.table for piece, schema in some if Shard(piece.table, piece.rectangle).is_whole(schema)]
-        together = merge_together(readers[:stop], whole, workers) if start == 0 else {}
-        for piece, schema in some:
+    for some in _at_once(pieces, schemas) if start == 0 else [pieces]:
+        whole = [one.table for one in some if Shard(one.table, one.rectangle).is_whole(schemas[one.table])]
+        together = merge_together(readers[:stop], start, whole, workers)
+        for piece in some:
             merged = together.get(piece.table)
             if merged is None:
                 parts.append(merge_piece(readers, run, piece, out, workers))
                 continue
-            line = out.write_row_list("set", _list_of(schema, merged.codes))
-            rows, columns = piece.rectangle.rows, piece.rectangle.columns
-            parts.append(
-                PartLine(table=piece.table, rows=rows, columns=columns, set=line, state_digest=_hex(merged.digest))
-            )
+            line = out.write_row_list(merged.operation, _list_of(merged))
+            parts.append(_part_of(manifests, start, piece, {merged.operation: line}, merged.digest))
     return tuple(parts)
 
 
-def _at_once(
-    pieces: Sequence[MergePiece], schemas: Mapping[str, TableSchema]
-) -> Iterator[list[tuple[MergePiece, TableSchema]]]:
-    """Yield the pieces with their schemas, so many at once that their codes take about `TOGETHER_BYTES`."""
-    some: list[tuple[MergePiece, TableSchema]] = []
+def _at_once(pieces: Sequence[MergePiece], schemas: Mapping[str, TableSchema]) -> Iterator[list[MergePiece]]:
+    """Yield the pieces of a baseline, so many at once that their codes take about `TOGETHER_BYTES`."""
+    some: list[MergePiece] = []
     size = 0
     for piece in pieces:
         schema = schemas[piece.table]
-        some.append((piece, schema))
+        some.append(piece)
         size += schema.num_rows * sum(4 * spec.width for spec in array_specs(schema).values())
         if size >= TOGETHER_BYTES:
             yield some
@@ -81,19 +79,18 @@ def _at_once(
         yield some
 
 
-def _list_of(schema: TableSchema, codes: Mapping[str, Array]) -> RowList:
-    """Return all rows of a table as a row list."""
-    specs = array_specs(schema)
-    stored = {name: stored_shape(specs[name], array) for name, array in codes.items()}
+def _list_of(merged: MergedTogether) -> RowList:
+    """Return the row list to write."""
+    stored = {name: stored_shape(merged.specs[name], array) for name, array in merged.codes.items()}
 
     def produce(start: int, stop: int) -> Blocks:
-        return {
-            "rows": np.arange(start, stop, dtype=np.int64),
-            **{name: array[start:stop] for name, array in stored.items()},
-        }
+        rows = np.arange(start, stop, dtype=np.int64) if merged.rows is None else merged.rows[start:stop]
+        return {"rows": rows, **{name: array[start:stop] for name, array in stored.items()}}
 
     kinds = {name: (array.dtype, None if array.ndim == 1 else array.shape[1]) for name, array in stored.items()}
-    return RowList(schema.num_rows, {"rows": (np.dtype(np.int64), None), **kinds}, produce, is_fixed=True)
+    order = order_of(merged.operation, merged.specs, {name: array.dtype for name, array in stored.items()})
+    widths = {"rows": (np.dtype(np.int64), None), **kinds}
+    return RowList(len(stored["codes"]), widths, produce, order, is_fixed=True)
 
 
 def merge_piece(
@@ -133,7 +130,7 @@ def merge_piece(
     manifests = [reader.manifest for reader in readers[:stop]]
     schema = manifests[-1].tables[piece.table]
     lists: dict[str, ListLine] = {}
-    found, base, state = 0, None, None
+    found = 0
     if schema.keys == "hashed" or piece.rectangle.num_rows:
         plan = _plan(manifests, start, piece)
         before = _rows_before(manifests, start, plan)
@@ -143,7 +140,15 @@ def merge_piece(
             if rows.count:
                 lists[operation], added = write_merged(out, rows, CACHE_BYTES)
                 found = add_digests(found, added)
-    if array_specs(schema).are_additive:
+    return _part_of(manifests, start, piece, lists, found)
+
+
+def _part_of(
+    manifests: Sequence[Manifest], start: int, piece: MergePiece, lists: Mapping[str, ListLine], found: int
+) -> PartLine:
+    """Return a part with its row lists and state digests; ``found``: that of a baseline's codes."""
+    base, state = None, None
+    if array_specs(manifests[-1].tables[piece.table]).are_additive:
         base = _base_digest(manifests, start, piece) if start > 0 else None
         recorded = recorded_digest(manifests[-1].parts_of.get(piece.table, ()), piece.rectangle)
         state = _hex(recorded if start > 0 else found)

@@ -64,7 +64,7 @@ def compactable_run(manifests: Sequence[Manifest], run: Run) -> Run:
     manifests
         The manifests of the chain, at least to the end of the run.
     """
-    if run.kind == "baseline":
+    if run.kind == "baseline" or _is_one_delta(manifests, run.start, run.stop):
         return run
     stretches: list[tuple[int, int]] = []
     start = run.start
@@ -75,8 +75,6 @@ def compactable_run(manifests: Sequence[Manifest], run: Run) -> Run:
         stretches.append((start, stop))
         start = stop
     start, stop = max(stretches, key=lambda stretch: (stretch[1] - stretch[0], -stretch[0]))
-    if (start, stop) == (run.start, run.stop):
-        return run
     if stop - start >= 2:
         return Run(start, stop, "delta", f"{run.reason}; limited to segments with the same column cuts")
     return Run(0, run.stop, "baseline", f"{run.reason}; the column cuts of the tables change at each segment")
