@@ -216,6 +216,14 @@ class MaintainedStoreMachine(MaintainedLines):
         self, keep_last: int, keep_every: int | None, keep_newest: int | None, batch: int, fails_at: int | None
     ) -> None:
         """Collect without a grace period; the next collection continues one that fails."""
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("cnr_store.maintenance.gc.run._BATCH", batch)
+            self.collect_in_batches(keep_last, keep_every, keep_newest, fails_at)
+
+    def collect_in_batches(
+        self, keep_last: int, keep_every: int | None, keep_newest: int | None, fails_at: int | None
+    ) -> None:
+        """Collect with as many segments in a record as is set."""
         now_ms = self.now_ms()
         self.follow(self.main)
         since_ms = None
@@ -225,7 +233,7 @@ class MaintainedStoreMachine(MaintainedLines):
         rules = Rules(keep_last, keep_every, since_ms)
         policy = RetentionPolicy(keep_last, None if since_ms is None else (now_ms - since_ms) / 1000, keep_every)
         options: dict[str, Any] = {
-            "policy": policy, "grace_s": 0.0, "orphan_age_s": 0.0, "dry_run": False, "force": True, "batch": batch,
+            "policy": policy, "grace_s": 0.0, "orphan_age_s": 0.0, "dry_run": False, "force": True,
             "clock_ms": lambda: now_ms,
         }  # fmt: skip
         ending = [line for line in self.lines if line.expires_ms is not None and line.expires_ms <= now_ms]

@@ -8,11 +8,12 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pytest
 
 from cnr_store.encodings.widths import carrier
 from cnr_store.format import layout
 from cnr_store.format.records import MAJOR, ChainEntry, Manifest, SegmentDocument
-from cnr_store.maintenance.compaction.merge import merge_piece
+from cnr_store.maintenance.compaction.merge import CACHE_BYTES, merge_piece
 from cnr_store.maintenance.compaction.tasks import MergePiece
 from cnr_store.read.plan import plan_table
 from cnr_store.read.replay import finish, replay
@@ -76,7 +77,7 @@ def merge(
     workers: Workers,
     *,
     name: str | None = None,
-    **options: Any,
+    cache_bytes: int = CACHE_BYTES,
 ) -> SegmentReader:
     """Write the segment that the run merges to, and open it through its manifest."""
     before = readers[run[0] - 1].manifest if run[0] else None
@@ -88,7 +89,9 @@ def merge(
         storage, name, writer=layout.writer_name(0, "0" * 8), workers=workers,
         throttle=Throttle(None),
     )  # fmt: skip
-    parts = tuple(merge_piece(readers, run, piece, out, workers, **options) for piece in pieces)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("cnr_store.maintenance.compaction.merge.CACHE_BYTES", cache_bytes)
+        parts = tuple(merge_piece(readers, run, piece, out, workers) for piece in pieces)
     receipt = out.finish(txn=txn, rank=0, world=1, attempt="0" * 8, base=base, l0=first.l0, parts=parts)
     kind = "baseline" if run[0] == 0 else "delta"
     document = SegmentDocument(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from cnr_store import GcReport, RetentionPolicy, Store, TableOptions, Writer, collect_garbage
 from cnr_store.errors import CorruptRecord, VersionExpired
@@ -19,10 +20,12 @@ DAY_MS = 86_400_000
 LAST = RetentionPolicy(keep_last=1)
 
 
-def collect(store: Store, keep_last: int = 1, **options: Any) -> GcReport:
-    """A collection without a grace period."""
+def collect(store: Store, keep_last: int = 1, *, batch: int = 1000, **options: Any) -> GcReport:
+    """A collection without a grace period, of which a record marks about ``batch`` segments."""
     options = {"policy": RetentionPolicy(keep_last=keep_last), "grace_s": 0.0, "orphan_age_s": 0.0, **options}
-    return collect_garbage(store, **{"dry_run": False, "force": True, **options})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("cnr_store.maintenance.gc.run._BATCH", batch)
+        return collect_garbage(store, **{"dry_run": False, "force": True, **options})
 
 
 def save(writer: Writer, step: int, *, full: bool = False) -> int:
