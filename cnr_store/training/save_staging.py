@@ -43,8 +43,11 @@ from cnr_store_gpu import Cumulative, LatticeCodes, RowRequest, StagingBuffers, 
 from cnr_store_gpu.bitmap import TakenRows
 from cnr_store_gpu.words import Words, rows_of
 
-_COMPARED = 8
-"""Rows by which the copies of a table are compared."""
+_COMPARED = 32
+"""Marked rows by which the copies of a table are compared, evenly spread: 1 kB of a message per table, once.
+
+No digest of all rows: it would differ where only the order of a summation did.
+"""
 _UNLIKE = 1e-3
 """Largest difference of two copies of a row, as a share of its absolute sum: order of summation, not other values."""
 
@@ -292,8 +295,9 @@ def warn_of_unlike_copies(training: LiveTraining, marked: Mapping[str, Words]) -
         found = {}
         for shard in training.holdings.shards:
             if shard.table in marked:
-                rows = torch.from_numpy(rows_of(marked[shard.table])[:_COMPARED]).to(shard.weight.device)
-                values = shard.weight.index_select(0, rows).double()
+                rows = rows_of(marked[shard.table])
+                rows = rows[np.linspace(0, len(rows) - 1, min(len(rows), _COMPARED), dtype=np.int64)]
+                values = shard.weight.index_select(0, torch.from_numpy(rows).to(shard.weight.device)).double()
                 found[shard.table] = [values.sum(1).tolist(), values.abs().sum(1).tolist()]
         return found
 

@@ -49,7 +49,7 @@ PLAIN = {
     "clocks_of_several_ranks_are_no_measure": 1,
     "ranks_with_different_models_are_refused": 1,
     "what_is_divided_among_ranks_is_refused": 1,
-    "parts_of_a_table_under_one_name_are_told_of": 1,
+    "copies_of_a_table_that_differ_are_told_of": 1,
     "dynamic_tables_evict_while_they_are_saved": 1,
     "fewer_ranks_go_on_with_dynamic_tables": 2,
 }
