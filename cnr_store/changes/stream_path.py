@@ -13,11 +13,14 @@ Step = Literal["report", "same", "expired"]
 
 
 class StreamPath:
-    """The record whose state a consumer has, and the expired records after it, which were not reported."""
+    """The record whose state a consumer has, and the expired records after it, which were not reported.
+
+    ``has_changed``: whether one of these has another state than the consumer.
+    """
 
     def __init__(self) -> None:
         self._entries: list[LogEntry] = []
-        self._has_changed = False
+        self.has_changed = False
 
     def __bool__(self) -> bool:
         """Whether the consumer has a state."""
@@ -33,14 +36,9 @@ class StreamPath:
         """The last record of the path; the next one is read after it."""
         return self._entries[-1]
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether a skipped record has another state than the consumer."""
-        return self._has_changed
-
     def restart(self, entry: LogEntry) -> None:
         """Start at a record whose state the consumer has."""
-        self._entries, self._has_changed = [entry], False
+        self._entries, self.has_changed = [entry], False
 
     def take(self, entry: LogEntry, newest: CommitRecord) -> Step:
         """Classify the record directly after the path; add it to the path unless it is to be reported."""
@@ -48,7 +46,7 @@ class StreamPath:
         if not is_live(newest, entry.record.v):
             self.pass_by(entry, is_same=isinstance(step, Same))
             return "expired"
-        is_same = isinstance(plan_path([*self._entries, entry]) if self._has_changed else step, Same)
+        is_same = isinstance(plan_path([*self._entries, entry]) if self.has_changed else step, Same)
         if not is_same:
             return "report"
         self.restart(entry)
@@ -57,7 +55,7 @@ class StreamPath:
     def pass_by(self, entry: LogEntry, *, is_same: bool = False) -> None:
         """Add a record that is not reported."""
         self._entries.append(entry)
-        self._has_changed = self._has_changed or not is_same
+        self.has_changed = self.has_changed or not is_same
 
     def plans_to(self, target: LogEntry) -> list[UpdatePlan]:
         """Return plans from the consumed state to the target's, the best first; the last needs the two ends only."""

@@ -14,7 +14,7 @@ import numpy as np
 from cnr_store.changes.arrow import RowBlock
 from cnr_store.encodings.widths import carrier
 from cnr_store.read.changed_rows import ALL_ROWS, Window
-from cnr_store.read.plan import SegmentSteps, TablePlan, plan_table
+from cnr_store.read.plan import TablePlan, filtered, plan_table
 from cnr_store.read.replay import matching
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.read.table_reader import read_keyed, read_range, read_rows
@@ -86,8 +86,7 @@ class TableRows:
         if self.schema.keys == "dense":
             start, stop = rows_of(window, self.schema.num_rows)
             return RowBlock(np.arange(start, stop, dtype=np.int64), self._read_range(start, stop))
-        plan = self._plan()
-        steps_in = replace(plan, batches=_clipped(plan, window))
+        steps_in = filtered(self._plan(), lambda step: step.last >= window[0] and step.first <= window[1])
         snapshot = self._snapshot
         keys, arrays = read_keyed(
             snapshot.readers, steps_in, self._names, snapshot.workers,
@@ -156,16 +155,6 @@ def _since(plan: TablePlan, segment: int) -> TablePlan:
         return plan
     batches = tuple(batch for batch in plan.batches if batch.segment >= segment)
     return replace(plan, batches=batches, tracks_status=True)
-
-
-def _clipped(plan: TablePlan, window: Window) -> tuple[SegmentSteps, ...]:
-    return tuple(
-        replace(
-            batch,
-            steps=tuple(step for step in batch.steps if step.last >= window[0] and step.first <= window[1]),
-        )
-        for batch in plan.batches
-    )
 
 
 def merged(left: RowBlock, right: RowBlock) -> RowBlock:

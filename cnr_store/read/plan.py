@@ -213,13 +213,12 @@ def by_columns(plan: TablePlan) -> tuple[TablePlan, ...]:
 
 def clip(plan: TablePlan, start: int, stop: int) -> TablePlan:
     """Return the plan of fewer rows. Pure."""
-    batches = _filtered(plan, lambda step: step.last >= start and step.first < stop)
-    return replace(plan, start=start, stop=stop, batches=batches)
+    return replace(filtered(plan, lambda step: step.last >= start and step.first < stop), start=start, stop=stop)
 
 
 def holding(plan: TablePlan, rows: RowIds) -> TablePlan:
     """Return the plan of the chunks that may hold one of ``rows`` (sorted). Pure."""
-    return replace(plan, batches=_filtered(plan, lambda step: _may_hold(step, rows)))
+    return filtered(plan, lambda step: _may_hold(step, rows))
 
 
 def check_row_slots(plan: TablePlan, names: Iterable[str], rule: SlotsRule) -> list[str]:
@@ -331,8 +330,10 @@ def _intervals(table: str, schema: TableSchema, ranges: set[Columns]) -> tuple[C
     return tuple(pairwise(sorted({0, schema.dim, *(cut for columns in ranges for cut in columns)})))
 
 
-def _filtered(plan: TablePlan, keeps: Callable[[Step], bool]) -> tuple[SegmentSteps, ...]:
-    return tuple(replace(batch, steps=tuple(step for step in batch.steps if keeps(step))) for batch in plan.batches)
+def filtered(plan: TablePlan, keeps: Callable[[Step], bool]) -> TablePlan:
+    """Return a plan with the steps that are kept. Pure."""
+    batches = (replace(batch, steps=tuple(step for step in batch.steps if keeps(step))) for batch in plan.batches)
+    return replace(plan, batches=tuple(batches))
 
 
 def _may_hold(step: Step, rows: RowIds) -> bool:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from cnr_store.encodings import digest, kernels, packing, widths
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.addresses import address_of
-from cnr_store.runtime.threads import Workers, blocks
+from cnr_store.runtime.threads import Inline, Workers
 from cnr_store.types import Affine, Encoding, FloatBits, Lattice, Raw, RowIds, TableDtype
 
 CODED = 0
@@ -351,10 +351,7 @@ class TableCodes:
         def of_range(low: int, high: int) -> int:
             return sum(self.block_digest(name, low, high, multipliers[name]) for name in names)
 
-        if workers is None:
-            totals = [of_range(low, high) for low, high in blocks(self.num_rows, TASK_ROWS)]
-        else:
-            totals = workers.run_blocks(of_range, self.num_rows, TASK_ROWS)
+        totals = (Inline() if workers is None else workers).run_blocks(of_range, self.num_rows, TASK_ROWS)
         return digest.add_digests(*totals, self.escape_digest(self.escapes, multipliers))
 
     def digest_by_key(

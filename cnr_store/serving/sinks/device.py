@@ -115,7 +115,7 @@ class DeviceTables:
         except (RuntimeError, AssertionError) as error:
             raise BadInput(f"device {str(device)!r} cannot be used: {error}", found=str(device)) from error
         self._dtype: torch.dtype = getattr(torch, dtype)
-        self._name = name
+        self.name = name
         self._queue = _Streams(self.device)
         self._tables: dict[str, torch.Tensor] = {}
         self._store, self._by_raw_id = store, tuple(by_raw_id)
@@ -123,11 +123,6 @@ class DeviceTables:
         self._shapes: Mapping[str, SinkTable] = {}
         self._batch: _Batch | None = None
         self._state: SinkState | None = None
-
-    @property
-    def name(self) -> str:
-        """The name it was given."""
-        return self._name
 
     @property
     def version(self) -> int | None:
@@ -175,10 +170,10 @@ class DeviceTables:
         with self._queue.lookup():
             state = self._state
             if state is None:
-                raise VersionNotFound(f"{self._name} has no version yet: push its feed first")
+                raise VersionNotFound(f"{self.name} has no version yet: push its feed first")
             for table, ids in given.items():
                 is_seen = ids.device.type == "cpu" and table not in by_raw_id
-                check_positions(self._name, self._shapes, table, ids.numpy() if is_seen else _NOT_CHECKED)
+                check_positions(self.name, self._shapes, table, ids.numpy() if is_seen else _NOT_CHECKED)
             missing = {}
             for table in on_device.keys() & set(by_raw_id):
                 own = self._map(table)
@@ -205,7 +200,7 @@ class DeviceTables:
         """
         import torch
 
-        check_batch(self._name, tables, full=full, has_rows=self._state is not None)
+        check_batch(self.name, tables, full=full, has_rows=self._state is not None)
         whole = {}
         with self._queue.update():
             for table, shape in tables.items() if full else ():
@@ -222,7 +217,7 @@ class DeviceTables:
         import torch
 
         batch = self._writing()
-        check_positions(self._name, batch.tables, table, row_ids)
+        check_positions(self.name, batch.tables, table, row_ids)
         check_rows(table, row_ids, values, batch.tables[table].dim)
         with self._queue.update():
             ids = torch.from_numpy(row_ids.copy()).to(self.device)
@@ -285,7 +280,7 @@ class DeviceTables:
     def _map(self, table: str) -> _DeviceMap:
         if table not in self._maps:
             raise BadInput(
-                f"{self._name} has no map of raw ids for table {table!r}: name it in DeviceTables(by_raw_id=), found "
+                f"{self.name} has no map of raw ids for table {table!r}: name it in DeviceTables(by_raw_id=), found "
                 f"{list(self._by_raw_id)}",
                 found=list(self._by_raw_id),
             )
@@ -293,7 +288,7 @@ class DeviceTables:
 
     def _writing(self) -> _Batch:
         if self._batch is None:
-            raise BadInput(f"{self._name} has no batch to write to: begin() one")
+            raise BadInput(f"{self.name} has no batch to write to: begin() one")
         return self._batch
 
 

@@ -73,7 +73,7 @@ class FusedRows:
             raise MissingDependency('fused tensors need torch; pip install "cnr-store[train]"', found="torch")
         self.bits = bits
         self._publish = publish
-        self._name = name
+        self.name = name
         self._lock = threading.Lock()  # of what is committed and not applied; not of the tensors
         self._tensors: dict[str, torch.Tensor] = {}
         self._dims: dict[str, int] = {}
@@ -81,11 +81,6 @@ class FusedRows:
         self._committed: list[_FusedBatch] = []
         self._state: SinkState | None = None
         self._shown: SinkState | None = None
-
-    @property
-    def name(self) -> str:
-        """The name it was given."""
-        return self._name
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -116,13 +111,13 @@ class FusedRows:
         BadInput
             A batch of changes, where nothing was committed.
         """
-        check_batch(self._name, tables, full=full, has_rows=self._state is not None)
+        check_batch(self.name, tables, full=full, has_rows=self._state is not None)
         for table, shape in tables.items():
             tensor = self._tensors.get(table)
             width = fused_row_bytes(shape.dim, self.bits)
             if tensor is not None and tuple(tensor.shape) != (shape.num_rows, width):
                 raise Unsupported(
-                    f"table {table!r} of {self._name} changed from {tuple(tensor.shape)} to {(shape.num_rows, width)} "
+                    f"table {table!r} of {self.name} changed from {tuple(tensor.shape)} to {(shape.num_rows, width)} "
                     "bytes, and the size of a tensor that a module uses cannot change; make another FusedRows",
                     table=table, expected=tuple(tensor.shape), found=(shape.num_rows, width),
                 )  # fmt: skip
@@ -156,7 +151,7 @@ class FusedRows:
     def commit(self, state: SinkState) -> None:
         """Make the batch what `apply` shows next, or show it now with ``publish="commit"``."""
         if self._batch is None:
-            raise BadInput(f"{self._name} has no batch to commit: begin() one")
+            raise BadInput(f"{self.name} has no batch to commit: begin() one")
         batch, self._batch = self._batch, None
         with self._lock:
             self._committed = [batch] if batch.whole else [*self._committed, batch]
@@ -204,8 +199,8 @@ class FusedRows:
     def _writing(self, table: str, row_ids: RowIds) -> _FusedBatch:
         batch = self._batch
         if batch is None:
-            raise BadInput(f"{self._name} has no batch to write to: begin() one", table=table)
-        check_positions(self._name, batch.tables, table, row_ids)
+            raise BadInput(f"{self.name} has no batch to write to: begin() one", table=table)
+        check_positions(self.name, batch.tables, table, row_ids)
         return batch
 
 
