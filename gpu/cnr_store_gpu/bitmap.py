@@ -503,12 +503,21 @@ class DeviceBitmaps:
         self._bitmaps = {device: RowBitmap(own, device) for device, own in rows.items()}
         self._by_table = {table: self._bitmaps[device] for table, (_, device) in tables.items()}
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all words."""
+        return sum(bitmap.size_bytes for bitmap in self._bitmaps.values())
+
     def of(self, table: str) -> RowBitmap:
         """Return the bitmap that has the table; raises TableNotFound."""
         try:
             return self._by_table[table]
         except KeyError:
             raise TableNotFound(f"no table {table!r} here; there are {sorted(self._by_table)}", table=table) from None
+
+    def any(self) -> bool:
+        """Return whether any row of any table is marked; waits for the devices."""
+        return any(bitmap.any() for bitmap in self._bitmaps.values())
 
     def take_all(self, tables: Iterable[str] | None = None) -> Mapping[str, Taken]:
         """Return the marked rows of every table and clear them; one wait per device."""
