@@ -210,6 +210,23 @@ def merge_together(
     }
 
 
+def right_states(readers: Sequence[SegmentReader], names: Iterable[str], workers: Workers) -> set[str]:
+    """Return those of some tables that are replayed together and have, after each segment, the digest that it states.
+
+    Blocks. Memory: decoded chunks as `read_together`, and about `APART_BYTES` of codes.
+    """
+    manifests = [reader.manifest for reader in readers]
+    tables: list[_SmallTable] = []
+    for name in names:
+        tables += _plain_tables(manifests, 0, name, [*array_specs(manifests[-1].tables[name])], {})
+    found: set[str] = set()
+    for batch in _batches(tables, None) if len(tables) >= LEAST_TABLES else ():
+        found.update(table.name for table, _, _ in _TablesAtOnce(batch, readers, workers).read(is_checked=True))
+        for table in batch:
+            table.held.clear()  # memory for those of the next batch
+    return found
+
+
 def _plain_tables(
     manifests: Sequence[Manifest], start: int, name: str, names: Sequence[str], outputs: Mapping[str, Array]
 ) -> list[_SmallTable]:
@@ -299,6 +316,7 @@ class _TablesAtOnce:
         self._sound = np.ones(len(tables), np.bool_)
         self._bytes = np.zeros(len(tables), np.int64)
         self._arrays: dict[str, _HeldCodes] = {}
+        self._tasks: list[_AlikeCodes] = []
         self._named: RowIds = np.empty(0, np.int64)
         self._chunks = self._listed()
 
@@ -326,16 +344,22 @@ class _TablesAtOnce:
         chunk.ids = rows[_ranges(lines[:, 1], lines[:, 2])] + np.repeat(firsts[lines[:, 0]], lines[:, 2])
         return True
 
-    def read(self) -> list[tuple[_SmallTable, int, int]]:
-        """Replay and decode; returns the tables that were read, with their state digests and stored bytes."""
+    def read(self, *, is_checked: bool = False) -> list[tuple[_SmallTable, int, int]]:
+        """Replay and decode; returns the tables that were read, with their state digests and stored bytes.
+
+        ``is_checked``: the digest that any segment states of a table is compared, not only the last one.
+        """
         for name in dict.fromkeys(name for table in self._tables for name in table.held):
             self._arrays[name] = _HeldCodes.of(name, self._tables)
+        self._tasks = [task for name in self._arrays for task in _finishes(name, self._tables)]
         wanted = (self._wanted(chunk) for own in self._chunks for chunk in own)
         with prefetching(self._readers, wanted, self._workers) as sources:
-            for own in self._chunks:
+            for segment, own in enumerate(self._chunks):
                 for chunk in own:
                     self._count(self._readers[chunk.segment], chunk)
                 self._workers.run(partial(self._apply, sources[chunk.segment], chunk) for chunk in own)
+                if is_checked:
+                    self._check_states(segment)
         columns = self._sound.tolist(), self._finished(), self._bytes.tolist()
         return [
             (table, total, size)
@@ -425,11 +449,18 @@ class _TablesAtOnce:
         scratch = memory.setdefault(name, Scratch())
         return reader.read_chunk(chunk.group[name], chunk.number, scratch, asked=int(counts.sum()))
 
+    def _check_states(self, segment: int) -> None:
+        """Give up the tables of which the segment states another digest than their codes have."""
+        parts_of = self._readers[segment].manifest.parts_of
+        for at, (table, found) in enumerate(zip(self._tables, self._finished(), strict=True)):
+            if table.lists[0][0] <= segment:
+                stated = recorded_digest(parts_of.get(table.name, ()), whole_of(table.schema))
+                self._sound[at] &= stated in (None, found)
+
     def _finished(self) -> list[int]:
         """Decode the codes into the outputs; returns the digest of each table."""
-        tasks = [task for name in self._arrays for task in _finishes(name, self._tables)]
         totals = np.zeros(len(self._tables), np.uint64)
-        for task, found in zip(tasks, self._workers.run(task.run for task in tasks), strict=True):
+        for task, found in zip(self._tasks, self._workers.run(task.run for task in self._tasks), strict=True):
             totals[task.tables] += found
         return [int(total) for total in totals.tolist()]
 

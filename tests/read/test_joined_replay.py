@@ -20,6 +20,7 @@ from cnr_store.format import layout
 from cnr_store.maintenance.compaction import merge
 from cnr_store.maintenance.compaction.plan import Run
 from cnr_store.maintenance.compaction.tasks import compactable_run, plan_tasks
+from cnr_store.maintenance.verify import states
 from cnr_store.read import joined_replay
 from cnr_store.read.joined_replay import LEAST_TABLES
 from cnr_store.read.snapshot import Snapshot
@@ -505,3 +506,29 @@ def test_a_damaged_chunk_of_a_run_of_deltas_is_an_error(store: Store) -> None:
     damage(store, "rows")
     with pytest.raises(CorruptObject):
         merged_objects(store, Run(1, 3, "delta", "test"))
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_deep_check_finds_the_same(store: Store, monkeypatch: pytest.MonkeyPatch, is_damaged: bool) -> None:
+    """A digest that only a segment within the chain states wrongly, and chunks that cannot be read."""
+    save(store, deltas=3)
+    if is_damaged:
+        damage(store, "codes")
+    readers = store.snapshot().readers
+    parts_of = readers[1].manifest.parts_of
+    parts_of[NAMES[8]] = (msgspec.structs.replace(parts_of[NAMES[8]][0], state_digest="0" * 16),)
+    alone: list[str] = []
+    real = states._check_run
+    monkeypatch.setattr(states, "_check_run", lambda *given: (alone.append(given[1]), real(*given))[1])
+    found = []
+    for least in (LEAST_TABLES, 1000):
+        monkeypatch.setattr(joined_replay, "LEAST_TABLES", least)
+        rows: list[int] = []
+        problems = [str(one) for one in states.check_states(readers, store.internals.workers, rows.append)]
+        found.append((problems, rows, [*alone]))
+        alone.clear()
+    (together, rows_together, left), (expected, rows, _) = found
+    narrow = [name for name in NAMES if name.startswith("narrow")]
+    assert left == [*(narrow if is_damaged else []), NAMES[8]]
+    assert (together, rows_together) == (expected, rows)
+    assert len(together) == len(left)
