@@ -277,6 +277,11 @@ class ChangeStream(Closing):
         """Yield the changes version by version, for a consumer that applies a version as a whole; errors as `next`.
 
         The cursor moves to a version when the next one is requested. Use either this or the iteration over batches.
+
+        Raises
+        ------
+        BadInput
+            The batches of a version were not taken to the end before the next version was asked for.
         """
         self._begin()
         while not self._closed.is_set():

@@ -240,9 +240,15 @@ class TableView(ProcessBound):
         return rows_since(self._snapshot.readers, self.name, self.schema)
 
     def read_all(self, *, slots: bool = False, share: KeyShare | None = None) -> tuple[RowIds, dict[str, Array]]:
-        """Return a hashed table: its sorted keys, and ``values`` plus each slot by name.
+        """Return a hashed table: its sorted keys (n,) int64, and ``values`` (n, dim) plus each slot by name. Blocks.
 
         ``share``: only the keys of one rank (`Writer.keys`). Memory: the rows asked for, twice.
+
+        Raises
+        ------
+        BadInput
+            The table has dense rows.
+        CorruptStore, StorageFailure
         """
         if self.schema.keys != "hashed":
             raise BadInput(f"table {self.name!r} has dense rows; use read()", table=self.name)
