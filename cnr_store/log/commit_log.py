@@ -123,7 +123,7 @@ class CommitLog(LogReader):
 
     def starting_at(self, first: int) -> CommitLog:
         """Return this log with ``first`` as its first position, as in a relay. No I/O."""
-        return self._with(self._prefix, first)
+        return self._with(self.prefix, first)
 
     @property
     def unresolved(self) -> int | None:
@@ -303,7 +303,7 @@ class CommitLog(LogReader):
     def _prepare(self, parent: LogEntry | None, draft: CommitRecord, version: int) -> SentRecord:
         now_ms = self._clock_ms()
         return prepare_record(
-            self._storage, self._store_uuid, self._prefix, parent, draft, version=version, now_ms=now_ms
+            self._storage, self._store_uuid, self.prefix, parent, draft, version=version, now_ms=now_ms
         )
 
     def _settle(self, attempt: SentRecord, *, reads_first: bool) -> LogEntry:
@@ -393,7 +393,7 @@ class CommitLog(LogReader):
 
     def _won(self, attempt: SentRecord) -> LogEntry:
         try:
-            self._storage.put(hint_key(self._prefix), canonical_json(Hint(attempt.entry.record.v)))
+            self._storage.put(hint_key(self.prefix), canonical_json(Hint(attempt.entry.record.v)))
         except StorageFailure:
             pass  # A stale hint only costs the next reader a few GETs.
         self.announcers.tell(attempt.entry.record.v)

@@ -96,23 +96,13 @@ class LogReader:
     def __init__(self, storage: Storage, store_uuid: str, prefix: str = "", *, first: int = 0) -> None:
         self._storage = storage
         self._store_uuid = store_uuid
-        self._prefix = prefix
-        self._first = first
+        self.prefix = prefix
+        self.first = first
         self._layers: dict[str, Layer] = {}  # of the last completed record: the next one shares most of them
-
-    @property
-    def prefix(self) -> str:
-        """Key prefix of positions and hint: empty, or ``branches/<uuid>/``."""
-        return self._prefix
-
-    @property
-    def first(self) -> int:
-        """The first position of the log."""
-        return self._first
 
     def is_empty(self) -> bool:
         """Return whether the log has no position. One listing."""
-        return next(iter(self._storage.list_objects(f"{self._prefix}{COMMITS}")), None) is None
+        return next(iter(self._storage.list_objects(f"{self.prefix}{COMMITS}")), None) is None
 
     def read(self, version: int) -> LogEntry | None:
         """Return the record at a position, or None if it is empty. One GET, and one per new side object.
@@ -231,7 +221,7 @@ class LogReader:
         """
         torn: list[str] = []
         sizes: dict[str, int] | None = None
-        for version in range(newest, self._first - 1, -1):
+        for version in range(newest, self.first - 1, -1):
             data = self._bytes_at(version)
             if data is None:
                 return LogEnd(newest, None, tuple(reversed(torn)), is_broken=True)
@@ -290,11 +280,11 @@ class LogReader:
         entry = newest
         yield entry
         ahead: dict[int, bytes | None] = {}
-        while (version := parent_of(entry.record)[0]) >= self._first:
+        while (version := parent_of(entry.record)[0]) >= self.first:
             if version not in ahead:
                 walked = newest.record.v - version
                 count = 1 if workers is None or walked < READ_ALONE else min(walked, READ_AHEAD)
-                positions = range(version, max(version - count, self._first - 1), -1)
+                positions = range(version, max(version - count, self.first - 1), -1)
                 tasks = (partial(self._bytes_at, position) for position in positions)
                 found = [task() for task in tasks] if workers is None else workers.run(tasks)
                 ahead = dict(zip(positions, found, strict=True))
@@ -315,12 +305,12 @@ class LogReader:
                 seen[version] = data
             return data is not None
 
-        first = self._first
+        first = self.first
         start = max(start, first)
         if start > first and not is_occupied(start):
             start = first
         if start == first and not is_occupied(first):
-            check_begun(self._storage, self._prefix, first)
+            check_begun(self._storage, self.prefix, first)
             is_occupied(first)  # its creator wrote it after the first read
         occupied, step = start, 1
         while is_occupied(start + step):
@@ -336,8 +326,8 @@ class LogReader:
 
     def _read_hint(self) -> int:
         try:
-            data = self._storage.read_document(hint_key(self._prefix), MAX_SMALL_BYTES)
-            return 0 if data is None else decode_document(data, Hint, hint_key(self._prefix)).version
+            data = self._storage.read_document(hint_key(self.prefix), MAX_SMALL_BYTES)
+            return 0 if data is None else decode_document(data, Hint, hint_key(self.prefix)).version
         except AccessDenied:
             raise
         except (StorageFailure, CorruptStore):
@@ -391,12 +381,12 @@ class LogReader:
             raise _rewritten(entry, version, before.digest, digest)
 
     def _bytes_at(self, version: int) -> bytes | None:
-        return position_bytes(self._storage, version, self._prefix)
+        return position_bytes(self._storage, version, self.prefix)
 
     def _listed_sizes(self) -> dict[str, int]:
         """Return the bytes of each position by its key: none where objects cannot be listed."""
         try:
-            return {found.key: found.size_bytes for found in self._storage.list_objects(f"{self._prefix}{COMMITS}")}
+            return {found.key: found.size_bytes for found in self._storage.list_objects(f"{self.prefix}{COMMITS}")}
         except (AccessDenied, ReadOnlyStore):
             return {}
 
@@ -411,10 +401,10 @@ class LogReader:
             )  # fmt: skip
 
     def _key(self, version: int) -> str:
-        return commit_key(version, self._prefix)
+        return commit_key(version, self.prefix)
 
     def _hole(self, version: int) -> CnrStoreError:
-        if self._first > 0:
+        if self.first > 0:
             # A relay copies the positions of skipped versions later, in descending order.
             return VersionNotFound(
                 f"log position {version} has not been copied to this relay yet, or was lost here; retry while the "
