@@ -126,10 +126,14 @@ class LoaderMachine(MaintainedStoreMachine):
             assert loader.version == wanted
             assert loader.staleness_s == 0
         assert poll.is_updated or (poll.rows, poll.size_bytes) == (0, 0)
+        assert 1 in (self.idle_requests(follower), self.idle_requests(follower))  # one in 60 looks back
+
+    def idle_requests(self, follower: Follower) -> int:
+        """What a poll without news asks for; 1 if it ends with an error."""
         before = len(follower.fs.calls)
-        again = loader.poll()
+        again = follower.loader.poll()
         assert not again.is_updated
-        assert len(follower.fs.calls) == before + 1 or again.error is not None
+        return 1 if again.error is not None else len(follower.fs.calls) - before
 
     def wanted(self, follower: Follower) -> int | None:
         self.follow(follower.line)
