@@ -234,7 +234,7 @@ def run_relay(told: Told, url: str, near: str, storage_options: dict[str, Any], 
         if news is not None:
             news.listen(relay.wake)
         told.tell(ready=True)
-        relay.run(POLL_INTERVAL_S)
+        relay.run(poll_interval_s=POLL_INTERVAL_S)
 
 
 class Serving:

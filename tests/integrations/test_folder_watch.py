@@ -79,7 +79,7 @@ def test_the_commits_of_a_branch_are_those_that_count(store: Store) -> None:
 def test_news_pass_a_relay_from_watch_to_watch(store: Store, tmp_path: Path) -> None:
     relay = Relay(store, tmp_path / "near")
     relay.advance()
-    thread = threading.Thread(target=relay.run, args=(1e6,))
+    thread = threading.Thread(target=relay.run, kwargs={"poll_interval_s": 1e6})
     with (
         FolderWatch(store, relay.wake),
         Loader(tmp_path / "near", options=RARELY) as loader,

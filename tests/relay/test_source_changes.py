@@ -127,7 +127,7 @@ def test_a_look_ends_though_the_source_goes_on_and_makes_room_on_its_way(
             relay.stop()
 
     watched._on_call = go_on
-    relay.run(10**6, on_report=on_report)  # It waits for nothing while the source is ahead.
+    relay.run(poll_interval_s=10**6, on_report=on_report)  # It waits for nothing while the source is ahead.
 
     assert [report.version == report.source_version for report in reports] == [False, False, True]
     assert all(report.trimmed_segments > 0 for report in reports[:2])
