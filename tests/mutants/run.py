@@ -18,6 +18,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
@@ -59,6 +60,8 @@ _USAGE_ERROR = 4
 _CAUGHT, _SURVIVED, _TIMED_OUT = "caught", "SURVIVED", "TIMED OUT"
 _EXIT_TIMED_OUT = 3
 _last_stamp_ns = itertools.count(time.time_ns())
+_forking = threading.Lock()
+"""Held at each fork and each printed line: a fork in which another thread has locked the output can wait forever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,8 @@ class Copy:
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary.mkdir()
         output = self._temporary / "output"
-        process = os.fork()
+        with _forking:
+            process = os.fork()
         if process == 0:
             self._run_here(output, module, arguments)
         deadline = time.monotonic() + _PROCESS_TIMEOUT_S
@@ -228,7 +232,8 @@ def run(mutations: list[Mutation], jobs: int, folder: Path, timeout_s: float) ->
         for future in as_completed(futures):
             word, took_s = future.result()
             mutation = futures[future]
-            print(f"{word:9} {took_s:6.1f} s  {mutation.area}: {mutation.name}", flush=True)
+            with _forking:
+                print(f"{word:9} {took_s:6.1f} s  {mutation.area}: {mutation.name}", flush=True)
             results.append((mutation, word))
     return results
 
