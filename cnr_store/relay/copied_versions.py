@@ -25,7 +25,7 @@ class CopiedVersions:
     Attributes
     ----------
     present
-        Segments that are known to be complete at the target.
+        Segments that are known to be complete at the target; see `trust_only`.
     """
 
     def __init__(self) -> None:
@@ -54,19 +54,21 @@ class CopiedVersions:
             for version, one in self._versions.items()
         ]
 
-    def drop(self, versions: Iterable[int], pending_delete: Iterable[str]) -> None:
-        """Remove versions, and segments that are pending delete from `present`."""
+    def trust_only(self, versions: Iterable[int]) -> None:
+        """Leave the segments of these versions in `present`: any other may be deleted by another relay."""
+        self.present &= {item.seg for one in versions if one in self._versions for item in self._versions[one].chain}
+
+    def drop(self, versions: Iterable[int]) -> None:
+        """Remove versions."""
         for version in versions:
             del self._versions[version]
-        self.present.difference_update(pending_delete)
         self._forget_entries()
 
     def keep_only(self, versions: Iterable[int]) -> None:
-        """Remove all other versions and their segments. Without trimming this bounds the memory."""
+        """Remove all other versions. Without trimming this bounds the memory."""
         kept = set(versions)
         self._versions = {version: one for version, one in self._versions.items() if version in kept}
         self._forget_entries()
-        self.present &= self._entries.keys()
 
     def _forget_entries(self) -> None:
         self._entries = {item.seg: item for one in self._versions.values() for item in one.chain}

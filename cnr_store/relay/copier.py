@@ -64,15 +64,19 @@ class Copier:
         self._copied.remember(entry)
         return entry
 
-    def mend(self, head: LogEntry, report: RelayReport) -> None:
-        """Copy the segments of the newest version that were deleted at the target. One GET per segment."""
-        if head.record.kind == "close":
+    def mend(self, entry: LogEntry, report: RelayReport) -> None:
+        """Copy what the target lacks of a version, and of those that its channels name. One GET per segment.
+
+        From then on these versions are known to be copied: another relay may have done that.
+        """
+        if entry.record.kind == "close":
             return
         try:
-            self._copy_segments(head.record.chain, report)
+            self._copy_segments(entry.record.chain, report)
         except MissingObject:
-            if not self._source.is_gone(head.record.v):
+            if not self._source.is_gone(entry.record.v):
                 raise
+        self._copy_named(entry.record, report)
 
     def copy_segment(self, item: ChainEntry, report: RelayReport) -> None:
         """Copy one segment, even if the target has parts of it."""

@@ -292,9 +292,10 @@ class Relay:
 
     def _copy_version(self, version: int, report: RelayReport) -> LogEntry:
         entry = self._copier.copy_version(version, report)
+        needed = (*versions_of_channels(entry.record, self._target.first), entry.record.v)
+        self._copied.trust_only(needed)
         if not self._trims:
-            named = versions_of_channels(entry.record, self._target.first)
-            self._copied.keep_only((*named, entry.record.v))
+            self._copied.keep_only(needed)
         self._target.set_head(entry)
         self._announcers.tell(version)
         return entry

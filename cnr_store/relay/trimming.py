@@ -159,7 +159,7 @@ class Trimmer:
         if plan.notes != notes:
             # Before any delete, so that a restarted relay knows since when a segment is pending delete.
             self._target.put_notes(plan.notes)
-        self._copied.drop(plan.going, plan.notes.pending_delete)
+        self._copied.drop(plan.going)
         self._next_trim_ms = min(
             (due_ms for due_ms in plan.notes.pending_delete.values() if due_ms > now_ms), default=None
         )
@@ -194,9 +194,7 @@ class Trimmer:
             report.trimmed_segments += 1
         # Another relay may have added records meanwhile: copy the deleted segments that they need again.
         while (entry := self._target.log.read_standing(following)) is not None:
-            for item in entry.record.chain:
-                if item.seg in due:
-                    self._copier.copy_segment(item, report)
+            self._copier.mend(entry, report)
             following = entry.record.v + 1
 
     def _read_holds(self, now_ms: int) -> tuple[Holds, set[str]]:

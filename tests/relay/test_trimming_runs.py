@@ -22,7 +22,7 @@ from cnr_store.relay.report import RelayReport
 from cnr_store.storage import open_storage
 from cnr_store.storage.base import TEMPORARY_PREFIX
 from tests.relay.relays import DAY_MS, Clock, near, near_after, place, save, value_of
-from tests.support.faulty import FaultyFileSystem, IsolatedMemoryFileSystem
+from tests.support.faulty import Call, FaultyFileSystem, IsolatedMemoryFileSystem
 
 
 def test_what_no_version_that_is_kept_needs_goes_after_the_grace(store: Store, files: IsolatedMemoryFileSystem) -> None:
@@ -289,3 +289,61 @@ def test_a_relay_that_trims_nothing_does_not_grow(store: Store, files: IsolatedM
     assert len(target.calls) < 12
     save(store, 12)
     assert another.advance().segments == 1
+
+
+def trimmed_to_one(store: Store, files: IsolatedMemoryFileSystem) -> list[int]:
+    """Save twice; a relay has copied both versions, and has deleted the first."""
+    versions = save(store, 1)
+    policy = RetentionPolicy(keep_last=1)
+    Relay(store, place(files)).advance()
+    versions += save(store, 2, kind="baseline")
+    Relay(store, place(files), policy=policy, grace_s=0).advance()
+    with pytest.raises(VersionExpired):
+        value_of(near(files), versions[0])
+    return versions
+
+
+def test_what_another_relay_copied_for_a_channel_is_kept(store: Store, files: IsolatedMemoryFileSystem) -> None:
+    """A relay that was started again knew only the versions of its notes, and deleted this one's segments."""
+    first, _ = trimmed_to_one(store, files)
+    store.set_channel("serving", first)
+    Relay(store, place(files), trims=False).advance()
+    assert value_of(near(files), first) == 1
+
+    for _ in range(2):
+        Relay(store, place(files), policy=RetentionPolicy(keep_last=1), grace_s=0).advance()
+
+    assert value_of(near(files), first) == 1
+
+
+def test_what_a_channel_names_while_it_is_deleted_is_copied_again(
+    store: Store, files: IsolatedMemoryFileSystem
+) -> None:
+    versions = save(store, 1)
+    Relay(store, place(files)).advance()
+    save(store, 2, kind="baseline")
+
+    def name(call: Call) -> None:
+        if call.operation == "delete" and DATA in call.path and not store.channels():
+            store.set_channel("serving", versions[0])
+            Relay(store, place(files), trims=False).advance()
+
+    deletes = place(FaultyFileSystem(files, on_call=name))
+    Relay(store, deletes, policy=RetentionPolicy(keep_last=1), grace_s=0).advance()
+
+    assert near(files).channels() == {"serving": versions[0]}
+    assert value_of(near(files), versions[0]) == 1
+
+
+def test_what_another_relay_deleted_is_copied_for_a_rollback(store: Store, files: IsolatedMemoryFileSystem) -> None:
+    """A relay with a longer policy took the segments for present: its newest version lacked them."""
+    versions = save(store, 1)
+    relay = Relay(store, place(files))
+    relay.advance()
+    save(store, 2, kind="baseline")
+    relay.advance()
+    Relay(store, place(files), policy=RetentionPolicy(keep_last=1), grace_s=0).advance()
+    store.rollback(versions[0])
+    relay.advance()
+
+    assert value_of(near(files)) == 1
