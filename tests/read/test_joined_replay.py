@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -155,23 +156,29 @@ def check_equal(snapshot: Snapshot, chosen: Collection[str], *, mirrors: bool, w
     return found.keys()
 
 
-@settings(deadline=None)
-@given(data=st.data())
-def test_values_and_mirrors_are_those_of_each_table_alone(data: st.DataObject) -> None:
-    tables = [drawn_table(data, number) for number in range(data.draw(st.integers(LEAST_TABLES, 9)))]
-    placement = {one.name: one.tiles for one in tables}
+@contextmanager
+def drawn_store(data: st.DataObject, tables: Sequence[Table], versions: int) -> Iterator[Store]:
+    """A store of so many versions of some tables, while it is open with chunks of a drawn size."""
     random = np.random.default_rng(data.draw(st.integers(0, 999)))
     with (
         pytest.MonkeyPatch.context() as patched, store_in_memory(threads=data.draw(st.sampled_from([1, None]))) as store
     ):  # fmt: skip
         patched.setattr("cnr_store.format.arrays.CHUNK_BYTES", data.draw(st.sampled_from([1 << 20, 160])))
-        with store.writer(shards=placement) as writer:
+        with store.writer(shards={one.name: one.tiles for one in tables}) as writer:
             with writer.begin(0) as txn:
                 begin(txn, tables)
-            for step in range(1, data.draw(st.integers(1, 4))):
+            for step in range(1, versions):
                 with writer.begin(step) as txn:
                     for one in tables:
                         change(data, txn, one, random)
+        yield store
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_values_and_mirrors_are_those_of_each_table_alone(data: st.DataObject) -> None:
+    tables = [drawn_table(data, number) for number in range(data.draw(st.integers(LEAST_TABLES, 9)))]
+    with drawn_store(data, tables, data.draw(st.integers(1, 4))) as store:
         snapshot = store.snapshot()
         chosen = data.draw(st.permutations([one.name for one in tables]))
         check_equal(snapshot, chosen, mirrors=data.draw(st.booleans()), with_slots=data.draw(st.booleans()))
@@ -482,18 +489,7 @@ def test_a_compaction_of_deltas_writes_the_same_objects(
 @given(data=st.data())
 def test_any_run_merges_to_the_same_objects(data: st.DataObject) -> None:
     tables = [drawn_table(data, number) for number in range(data.draw(st.integers(LEAST_TABLES, 9)))]
-    random = np.random.default_rng(data.draw(st.integers(0, 999)))
-    with (
-        pytest.MonkeyPatch.context() as patched, store_in_memory(threads=data.draw(st.sampled_from([1, None]))) as store
-    ):  # fmt: skip
-        patched.setattr("cnr_store.format.arrays.CHUNK_BYTES", data.draw(st.sampled_from([1 << 20, 160])))
-        with store.writer(shards={one.name: one.tiles for one in tables}) as writer:
-            with writer.begin(0) as txn:
-                begin(txn, tables)
-            for step in range(1, data.draw(st.integers(2, 5))):
-                with writer.begin(step) as txn:
-                    for one in tables:
-                        change(data, txn, one, random)
+    with drawn_store(data, tables, data.draw(st.integers(2, 5))) as store:
         manifests = [reader.manifest for reader in store.snapshot().readers]
         start = data.draw(st.integers(0, len(manifests) - 1))
         run = compactable_run(manifests, Run(start, len(manifests), "delta" if start else "baseline", "test"))
