@@ -132,7 +132,8 @@ def gathered(
     assert work is not None
     lengths = [len(piece) for piece in pieces]
 
-    def merge(_: torch.futures.Future[object]) -> torch.Tensor:
+    def merge(done: torch.futures.Future[object]) -> torch.Tensor:
+        done.value()  # raises where the gather failed, as where a rank is gone: nothing arrived then
         messages = []
         for row in received:
             parts = zip(row.split(lengths), share, strict=True)
