@@ -23,7 +23,7 @@ from cnr_store.errors import BadInput, Unsupported
 from cnr_store.format.manifest_state import is_same_tensor
 from cnr_store.format.records import TableSchema
 from cnr_store.read.snapshot import Snapshot
-from cnr_store.runtime.arguments import checked_count, checked_number
+from cnr_store.runtime.arguments import check_not_one, checked_count, checked_number
 from cnr_store.runtime.closing import Closing
 from cnr_store.runtime.notebook import ShownReport
 from cnr_store.segment.codes import (
@@ -37,7 +37,6 @@ from cnr_store.segment.codes import (
     fill_value,
 )
 from cnr_store.segment.shards import Shard
-from cnr_store.serving.loader_options import check_names
 from cnr_store.store import Store
 from cnr_store.types import Lattice, RowIds
 from cnr_store.write.table_options import TableOptions
@@ -142,8 +141,8 @@ class PriorityPublisher(Closing):
         tables: Collection[str] | None = None,
         dense: Collection[str] | None = None,
     ) -> None:
-        check_names("tables", tables)
-        check_names("dense", dense)
+        check_not_one("tables", tables)
+        check_not_one("dense", dense)
         self.bytes_per_update = checked_count("bytes_per_update", bytes_per_update, least=1)
         if source.uuid == target.uuid:
             raise BadInput(f"source and target are both {source.url}; give another store", found=source.url)

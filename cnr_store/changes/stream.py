@@ -23,10 +23,9 @@ from cnr_store.changes.stream_path import StreamPath
 from cnr_store.changes.version_reader import VersionReader, names_of, segment_of
 from cnr_store.errors import BadInput, BranchNotFound, CursorExpired, MissingObject, TableNotFound, VersionNotFound
 from cnr_store.format.commit_record import LogEntry, is_live
-from cnr_store.runtime.arguments import checked_choice, checked_count, checked_number
+from cnr_store.runtime.arguments import check_not_one, checked_choice, checked_count, checked_number
 from cnr_store.runtime.closing import Closing
 from cnr_store.runtime.repeating import pause_s
-from cnr_store.serving.loader_options import check_names
 from cnr_store.serving.protection import RegisteredCursor
 from cnr_store.store import Store
 
@@ -113,7 +112,7 @@ def changes(
     """
     if not isinstance(store, Store):
         raise BadInput(f"changes() takes an open store, found {store!r}; give Store.open(url)", found=str(store))
-    check_names("tables", tables)
+    check_not_one("tables", tables)
     checked_count("max_batch_rows", max_batch_rows, least=1)
     checked_number("poll_interval_s", poll_interval_s, above=0, most=1e9)
     checked_choice("slots_rule", slots_rule, ("exact", "mean"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,17 @@ def checked_text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise BadInput(f"{name} must be a string; found {value!r}", found=repr(value))
     return value
+
+
+def check_not_one(name: str, names: Iterable[str] | None) -> None:
+    """Refuse one string where several are taken: its letters would be the names.
+
+    Raises
+    ------
+    BadInput
+    """
+    if isinstance(names, str):
+        raise BadInput(f"{name} takes a list of names, found {names!r}; give [{names!r}]", found=names)
 
 
 def checked_count(name: str, value: Any, *, least: int | None = 0, most: int | None = None) -> int:

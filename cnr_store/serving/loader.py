@@ -21,13 +21,13 @@ from cnr_store.errors import BadInput
 from cnr_store.format.layout import branch_of
 from cnr_store.format.records import TableSchema
 from cnr_store.log.clock import wall_ms
-from cnr_store.runtime.arguments import checked_choice
+from cnr_store.runtime.arguments import check_not_one, checked_choice
 from cnr_store.runtime.closing import Closing
 from cnr_store.runtime.repeating import Repeating, pause_s
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import Array
 from cnr_store.serving.following import ServeTarget
-from cnr_store.serving.loader_options import LoaderOptions, check_by_table, check_names
+from cnr_store.serving.loader_options import LoaderOptions, check_by_table
 from cnr_store.serving.metrics import LoaderMetrics, PollResult
 from cnr_store.serving.rows.lookups import Lookups, TableLookups
 from cnr_store.serving.rows.memory import ANONYMOUS
@@ -111,7 +111,7 @@ class Loader(TableLookups, Closing):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         target = ServeTarget(version, tag, channel)
-        check_names("tables", tables)
+        check_not_one("tables", tables)
         if tables:
             check_by_table(options, tables)
         checked_choice("publish", publish, ("poll", "apply"))
@@ -435,8 +435,11 @@ _OPEN: weakref.WeakSet[Loader] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    # The threads that read and decode are not in the child, and a lock that one of them held stays held.
+    # The threads that read and decode are not in the child, and a lock that one of them held stays held. Nor is the
+    # thread that follows: the rows that a child was forked with would be served for ever, as if they were the newest.
     for loader in list(_OPEN):
+        if loader._thread is not None or not loader._lock.acquire(blocking=False):
+            loader._queue.publisher.leave()
         loader._lock = threading.RLock()
         loader._is_closed = True
         loader._thread = None

@@ -8,7 +8,7 @@ from typing import Literal
 
 from cnr_store.errors import BadInput
 from cnr_store.format.layout import check_name
-from cnr_store.runtime.arguments import checked_number
+from cnr_store.runtime.arguments import check_not_one, checked_number
 from cnr_store.serving.candidate import Check
 from cnr_store.serving.rows.served_table import KeptAs, Served
 from cnr_store.serving.rows.shards import Shard, check_shard
@@ -57,7 +57,7 @@ class LoaderOptions:
     poll_interval_s: float = 0.5
 
     def __post_init__(self) -> None:
-        check_names("dense", self.dense)
+        check_not_one("dense", self.dense)
         for one in self.shard.values() if isinstance(self.shard, Mapping) else (self.shard,):
             check_shard(one)
         checked_number("poll_interval_s", self.poll_interval_s, above=0)
@@ -79,14 +79,3 @@ def check_by_table(options: LoaderOptions, tables: Collection[str]) -> None:
                 f"{argument} names {strange[0]!r}, not one of the tables to serve: {sorted(set(tables))}",
                 found=strange[0],
             )
-
-
-def check_names(argument: str, names: Collection[str] | None) -> None:
-    """Refuse one name where a list of names is taken.
-
-    Raises
-    ------
-    BadInput
-    """
-    if isinstance(names, str):
-        raise BadInput(f"{argument} takes a list of names, found {names!r}; give [{names!r}]", found=names)

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from cnr_store import BadInput, Store
 from cnr_store.changes import catch_up, changes, recorded_cursor, write_parquet
-from cnr_store.errors import MissingDependency, VersionNotFound
+from cnr_store.errors import BadRowIds, MissingDependency, VersionNotFound
 from cnr_store.relay import Relay
 from cnr_store.serving import AttachedTables, Loader, RowRange
-from cnr_store.serving.sinks import FusedRows
+from cnr_store.serving.sinks import DeviceTables, FusedRows
 from tests.support.loader_checks import opened_loader
 
 
@@ -50,6 +51,36 @@ def test_rows_go_into_an_array_or_a_tensor(store: Store) -> None:
     wrong: Any = [[0.0, 0.0]]
     with Loader(store) as loader, pytest.raises(BadInput, match="numpy array or a CPU tensor, found list"):
         loader.lookup("user", [1], out=wrong)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"dense": "bias"}, r"dense takes a list of names, found 'bias'; give \['bias'\]"),
+        ({"by_raw_id": "user"}, r"give \['user'\]"),
+        ({"out": {"usr": np.zeros((1, 2), np.float32)}}, r"out has \['usr'\]"),
+    ],
+)
+def test_a_lookup_refuses_arguments_that_would_mean_nothing(store: Store, arguments: dict[str, Any], said: str) -> None:
+    """A regression: an array for a table that was not looked up stayed as it was, and a name was taken as letters."""
+    with Loader(store) as loader, pytest.raises(BadInput, match=said):
+        loader.lookup_many({"user": [1]}, **arguments)
+
+
+@pytest.mark.parametrize("by_raw_id", ["user", ["user"]])
+def test_device_tables_take_a_list_of_tables_with_raw_ids(store: Store, by_raw_id: Any) -> None:
+    """A regression: one name was taken as letters, so raw ids were taken as ids of rows, unchecked."""
+    tables = DeviceTables("cpu")
+    with Loader(store) as loader:
+        loader.add_sink(tables, start=False).push()
+    with pytest.raises(BadInput, match="by_raw_id"):
+        tables.lookup_many({"user": [1]}, by_raw_id=by_raw_id)
+
+
+@pytest.mark.parametrize("ids", [[[1], [2, 3]], torch.ones(2, requires_grad=True)], ids=["ragged", "of a graph"])
+def test_ids_that_are_no_array_are_bad_row_ids(store: Store, ids: Any) -> None:
+    with Loader(store) as loader, pytest.raises(BadRowIds, match="row ids of table 'user'"):
+        loader.lookup("user", ids)
 
 
 def test_a_lookup_in_a_closed_loader_says_that_it_is_closed(store: Store) -> None:

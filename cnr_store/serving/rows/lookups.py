@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, CnrStoreError, TableNotFound
 from cnr_store.read.id_maps import checked_map, map_names
+from cnr_store.runtime.arguments import check_not_one
 from cnr_store.segment.codes import Array
 from cnr_store.serving.rows.board import Board
 from cnr_store.serving.rows.joined_lookups import LEAST_TABLES, JoinedLookups
@@ -173,13 +174,17 @@ class TableLookups:
 
         Raises
         ------
-        TableNotFound, BadRowIds, BadShape, BadDtype
+        BadInput, TableNotFound, BadRowIds, BadShape, BadDtype
         DoesNotApply
             The map of a table is of another number of rows.
         VersionNotFound
             It is closed.
         """
+        check_not_one("dense", dense)
+        check_not_one("by_raw_id", by_raw_id)
         arrays = None if out is None else {table: as_array(one) for table, one in out.items()}
+        if arrays is not None and not arrays.keys() <= row_ids.keys():
+            raise BadInput(f"out has {sorted(arrays.keys() - row_ids.keys())}, but there are no row ids of it")
         return self._lookups.lookup(row_ids, dense, arrays, by_raw_id)
 
 
@@ -254,7 +259,10 @@ def checked_ids(ids: npt.ArrayLike, table: str) -> RowIds:
     BadRowIds
         They are no integers, beyond int64, or not one-dimensional.
     """
-    array = np.asarray(ids)
+    try:
+        array = np.asarray(ids)
+    except (TypeError, ValueError, RuntimeError) as error:  # lists of several lengths; a tensor on a device
+        raise BadRowIds(f"row ids of table {table!r} are a one-dimensional array: {error}", table=table) from error
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         raise BadRowIds(
             f"row ids of table {table!r} are a one-dimensional array of integers, "

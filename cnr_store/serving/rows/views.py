@@ -279,7 +279,10 @@ class Publisher:
 
     def leave(self) -> None:
         """Serve no view in this process from now on, without informing others: for a forked child of the owner."""
-        self._no_view_reason = "here: the loader is the parent's; attach to its folder with AttachedTables"
+        self._no_view_reason = (
+            "here: the loader is that of the process that forked this one; open one after the fork, or attach to the "
+            "folder of one that shares its tables, with AttachedTables"
+        )
         self._view = None
         self._forget_staged()
 

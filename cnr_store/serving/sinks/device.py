@@ -18,7 +18,7 @@ import numpy as np
 
 from cnr_store.errors import BadInput, BadRowIds, MissingDependency, VersionNotFound
 from cnr_store.read.id_maps import map_names, read_id_map
-from cnr_store.runtime.arguments import checked_choice
+from cnr_store.runtime.arguments import check_not_one, checked_choice
 from cnr_store.serving.rows.lookups import checked_ids
 from cnr_store.serving.sinks.positions import check_batch, check_positions
 from cnr_store.serving.sinks.protocol import SinkState, SinkTable
@@ -104,6 +104,7 @@ class DeviceTables:
         store: Store | None = None,
     ) -> None:
         checked_choice("dtype", dtype, get_args(DeviceDtype))
+        check_not_one("by_raw_id", by_raw_id)
         if by_raw_id and store is None:
             raise BadInput("maps of raw ids are read from a store: give DeviceTables(by_raw_id=, store=loader.store)")
         if find_spec("torch") is None:
@@ -158,13 +159,14 @@ class DeviceTables:
         Raises
         ------
         BadInput
-            A table of ``by_raw_id`` was not named when this was made.
+            A table of ``by_raw_id`` was not named when this was made, or one name is given where a list is taken.
         VersionNotFound
             Nothing was pushed yet.
         TableNotFound, BadRowIds
         """
         import torch
 
+        check_not_one("by_raw_id", by_raw_id)
         given = {table: _as_tensor(ids, table) for table, ids in row_ids.items()}
         on_device = {table: ids.to(self.device, torch.int64) for table, ids in given.items()}
         with self._queue.lookup():
