@@ -329,3 +329,32 @@ def test_of_two_writers_the_older_is_refused_at_each_step(
     write(newer, 2, full=False)
     assert_is_whole(reader, 2)
     assert_is_settled(redis_server, prefix)
+
+
+def test_a_writer_that_comes_back_after_an_error_takes_nothing_over(redis_server: RedisServer, prefix: str) -> None:
+    """A regression: an older server whose connection had failed took the prefix back from the one that replaced it,
+    whose feed then ended for ever; when the older server was stopped, nobody wrote any more."""
+    older, reader = opened(redis_server, prefix), reader_of(redis_server, prefix)
+    write(older, 1, full=True)
+    older.open()  # as a feed does after a failure
+    write(older, 2, full=False)
+    newer = opened(redis_server, prefix)
+
+    with pytest.raises(Fenced, match="another process"):
+        older.open()
+
+    write(newer, 3, full=False)
+    assert_is_whole(reader, 3)
+    assert_is_settled(redis_server, prefix)
+
+
+def test_an_open_that_arrives_late_fences_no_later_one_of_its_sink(redis_server: RedisServer, prefix: str) -> None:
+    """A regression: a feed whose first open was answered too late ended for ever."""
+    client = Late.from_url(redis_server.url)
+    client.keeps = hashlib.sha1(scripts.OPEN.encode()).hexdigest()
+    sink = RedisSink(client, prefix)
+    sink.open()
+    sink.open()
+
+    write(sink, 1, full=True)
+    assert_is_whole(reader_of(redis_server, prefix), 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
 from functools import partial
@@ -444,3 +445,22 @@ def test_threads_keep_sinks_whole_while_versions_come_as_fast_as_they_can() -> N
     assert good_feed.metrics().failures == 0
     assert feeds[1][0].metrics().failures > 0
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("feed ")]
+
+
+def test_a_failure_of_a_sink_is_logged_once_until_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    """A regression: only `metrics` had it, so the log of a server whose cache had stopped said nothing."""
+    source, feed, sink = filled()
+    caplog.set_level(logging.INFO, "cnr_store.serving")
+    for version in range(1, 3):
+        sink.fails = {sink.calls + call: ("before", StorageFailure("away")) for call in range(1, 4)}
+        for _ in range(3):
+            with pytest.raises(StorageFailure):
+                feed.push()
+        sink.fails.clear()
+        feed.push()
+        source.publish({"dense": {1: float(version)}})
+
+    assert [record.getMessage() for record in caplog.records] == 2 * [
+        "model: StorageFailure: away",
+        "model: all is well again",
+    ]

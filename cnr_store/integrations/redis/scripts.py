@@ -2,7 +2,7 @@
 
 Keys of a sink with prefix ``p``; because of the braces a cluster stores all in one slot::
 
-    {p}:token              the writer: "<count>:<uuid>" of the last process that opened the sink
+    {p}:token              the writer: "<count>:<uuid>:<number>", the sink that was opened last, and how often
     {p}:sequence           number of the newest batch
     {p}:current            the visible state: generation, sequence (two big-endian uint64), then a JSON document
     {p}:pending            the batch that is being written: sequence, generation, whether it is full (a byte), and how
@@ -54,14 +54,20 @@ end
 
 OPEN = """
 local token = redis.call('GET', KEYS[1])
-if not token or string.match(token, ':(.*)$') ~= ARGV[1] then
-  local count = token and tonumber(string.match(token, '^%d+')) or 0
-  token = string.format('%d', count + 1) .. ':' .. ARGV[1]
+local count, sink, opens = string.match(token or '0::0', '^(%d+):(.*):(%d+)$')
+if sink ~= ARGV[1] or tonumber(opens) < tonumber(ARGV[2]) then
+  local held = tonumber(string.match(ARGV[3], '^%d+'))
+  if held and sink ~= ARGV[1] and tonumber(count) > held then return redis.error_reply('CNRFENCED') end
+  token = string.format('%d:%s:%s', count + 1, ARGV[1], ARGV[2])
   redis.call('SET', KEYS[1], token)
 end
 return {token, redis.call('GET', KEYS[2])}
 """
-"""KEYS token, current; ARGV a uuid. Returns the new token and `current`."""
+"""KEYS token, current; ARGV the uuid of the sink, the number of this open, the token that the sink had or an empty one.
+
+Returns the new token and `current`. A sink that had one may come back after an error: not if another was opened since.
+A smaller count is that of a server that was emptied, or restored from an older copy.
+"""
 
 DROP = (
     _GUARD

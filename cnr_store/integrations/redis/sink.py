@@ -69,6 +69,8 @@ class RedisSink:
         check_stored_as(stored_as)
         self._at = Connection(client, prefix)
         self._stored_as: StoredAs = stored_as
+        self._uuid = uuid.uuid4().hex.encode()
+        self._opens = 0
         self._token: bytes | None = None
         self._head = b""  # the first bytes of the last `current` that this process wrote or read
         self._batch: _OpenBatch | None = None
@@ -101,12 +103,14 @@ class RedisSink:
         BadInput
             The server evicts keys of any kind when its memory is full.
         Fenced
-            Another process opened it meanwhile.
+            Another sink opened it since this one did: a sink that comes back after an error takes nothing over.
         """
         self._batch = None
         self._check_eviction()
         keys = self._at.keys
-        token, current = self._at.run("OPEN", [keys.named("token"), keys.named("current")], uuid.uuid4().hex.encode())
+        names = [keys.named("token"), keys.named("current")]
+        self._opens += 1
+        token, current = self._at.run("OPEN", names, self._uuid, self._opens, self._token or b"")
         self._token, self._head = token, b"" if current is None else current[:HEAD_BYTES]
         self._settle()
         if current is None:

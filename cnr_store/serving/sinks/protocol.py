@@ -99,6 +99,8 @@ class RowSink(Protocol):
         Raises
         ------
         StorageFailure
+        Fenced
+            Another process opened the sink since this one did.
         """
 
     def begin(self, tables: Mapping[str, SinkTable], *, full: bool) -> None:

@@ -8,6 +8,7 @@ later notices. Rows that change during a large batch are written again in it.
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -23,6 +24,8 @@ from cnr_store.runtime.arguments import checked_count, checked_number
 from cnr_store.runtime.repeating import Repeating, pause_s
 from cnr_store.serving.sinks.protocol import Published, RowSink, SinkSource, SinkState, SinkTable, SourceRows
 from cnr_store.types import RowIds
+
+logger = logging.getLogger(__name__)
 
 CHUNK_ROWS = 65_536
 """Rows that a feed reads from its source at a time where all rows of a table are pushed."""
@@ -255,7 +258,7 @@ class SinkFeed:
         """
         with self._pushing:
             if self._metrics.is_fenced:
-                raise Fenced(f"another process took {self.sink.name} over; make a new feed to take it back")
+                raise Fenced(f"another process took {self.sink.name} over; make a new sink and feed to take it back")
             try:
                 if checks:
                     self._check()
@@ -272,7 +275,9 @@ class SinkFeed:
                 self._fail(failure)
                 raise failure from error
             with self._changed:
-                self._metrics.error = None
+                was_failing, self._metrics.error = self._metrics.error is not None, None
+            if was_failing:
+                logger.info("%s: all is well again", self.sink.name)
             return result
 
     def _check(self) -> None:
@@ -450,9 +455,11 @@ class SinkFeed:
 
     def _fail(self, error: CnrStoreError) -> None:
         with self._changed:
+            before, self._metrics.error = self._metrics.error, error
             self._metrics.failures += 1
-            self._metrics.error = error
             self._metrics.is_fenced = isinstance(error, Fenced)
+        if str(before) != str(error):  # once, not for each attempt
+            logger.warning("%s: %s: %s", self.sink.name, type(error).__name__, error)
         self._give_up()
 
     def _give_up(self) -> None:
