@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from cnr_store.errors import CnrStoreError, VersionNotFound
+from cnr_store.errors import CnrStoreError
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.store import Store
 
@@ -71,11 +71,10 @@ class LogTail:
         Raises
         ------
         VersionNotFound, CorruptStore, StorageFailure
+        VersionExpired
+            The store is a relay that begins after it.
         """
         for known in (self.seen, *self.path):
             if known.record.v == version:
                 return known
-        found = self._store.internals.log.read(version)
-        if found is None:
-            raise VersionNotFound(f"{self._store.url} has no version {version}", version=version)
-        return found
+        return self._store.internals.entry(version, newest=self.seen.record)

@@ -258,3 +258,19 @@ def test_a_loader_keeps_serving_while_its_relay_is_damaged_or_gone(
         assert loader.poll().error is None
         assert loader.lookup("t", [0]).tolist() == [[2] * DIM]
         assert {stat.key: target.read(stat.key) for stat in target.list_objects(f"{DATA}{segment}")} == held
+
+
+def test_a_loader_is_told_where_a_relay_begins(store: Store, files: IsolatedMemoryFileSystem) -> None:
+    """A regression: of a channel that moved back to an older version it said only that there is none."""
+    older, newer = save(store, 1, 2)
+    store.set_channel("serving", newer)
+    relay = Relay(store, place(files))
+    relay.advance()
+    with Loader(near(files), channel="serving") as loader:
+        store.set_channel("serving", older)
+        relay.advance()
+        error = loader.poll().error
+
+        assert isinstance(error, VersionExpired)
+        assert f"from version {newer} on" in error.message
+        assert loader.version == newer
