@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cnr_store.errors import Conflict, CorruptObject, NewerFormat, StorageFailure, VersionNotFound
+from cnr_store.errors import AccessDenied, Conflict, CorruptObject, NewerFormat, StorageFailure, VersionNotFound
 from cnr_store.serving.rows import attached as attached_module
 from cnr_store.serving.rows import shared_memory as shared_memory_module
 from cnr_store.serving.rows.attached import AttachedTables
@@ -365,11 +365,37 @@ def test_a_full_tmpfs_is_an_error_and_the_old_version_goes_on(request: pytest.Fi
     assert seen(AttachedTables(folder)) == 1
 
 
+def test_each_attempt_without_room_has_the_same_error(memory: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A regression: the error had the number of the file, so the log of a loader had a line for each of its polls."""
+    monkeypatch.setattr(shared_memory_module, "reserve", full)
+
+    messages = set()
+    for _ in range(3):
+        with pytest.raises(StorageFailure) as caught:
+            memory.allocate("user.rows", (64,), np.uint8)
+        messages.add(caught.value.message)
+
+    assert len(messages) == 1
+    assert "user.rows cannot be shared in 64 bytes" in messages.pop()
+
+
+def test_a_reader_of_another_user_is_told_why(memory: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    served(memory)
+
+    def denied(*_: Any) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(attached_module, "read_at_most", denied)
+    with pytest.raises(AccessDenied, match="run both as one user"):
+        AttachedTables(memory.folder)
+
+
+def full(*_: Any) -> int:
+    raise OSError(28, "No space left on device")
+
+
 def test_a_view_that_cannot_be_told_of_is_not_seen(memory: SharedMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     publisher = served(memory)
-
-    def full(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(shared_memory_module, "write_whole", full)

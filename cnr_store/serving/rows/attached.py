@@ -37,6 +37,8 @@ RECHECK_ENDED_S = 0.05
 
 ATTACH_ATTEMPTS = 100
 
+_ADVICE = {errno.EACCES: "only its loader's user may read what is in it: run both as one user"}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Attachment:
@@ -151,7 +153,7 @@ class AttachedTables(TableLookups, Closing):
         return after
 
     def _follow_epoch(self) -> _Attachment:
-        with self._lock, failing_at(self.folder, "attached"):
+        with self._lock, failing_at(self.folder, "attached", _ADVICE):
             attached = self._attached
             if attached is None:
                 raise VersionNotFound(f"the tables in {self.folder} are not attached any more", path=str(self.folder))
@@ -168,7 +170,7 @@ class AttachedTables(TableLookups, Closing):
             return attached
 
     def _attach(self) -> _Attachment:
-        with self._lock, failing_at(self.folder, "attached"):
+        with self._lock, failing_at(self.folder, "attached", _ADVICE):
             for _ in range(ATTACH_ATTEMPTS):
                 generation = current_generation(self.folder)
                 if generation is None:

@@ -294,9 +294,9 @@ class SharedMemory(Memory):
             shutil.rmtree(old, ignore_errors=True)
 
     def _block(self, name: str, size: int, used: int) -> Array:
-        number = next(self._count)
-        path = self.path / f"{number}-{_NOT_IN_NAMES.sub('_', name)[-_NAME_LENGTH:]}"
-        with _failing_at(path, used):
+        number, name_in_path = next(self._count), _NOT_IN_NAMES.sub("_", name)[-_NAME_LENGTH:]
+        path = self.path / f"{number}-{name_in_path}"
+        with _failing_at(self.folder / name_in_path, used):  # without the number: the same error at each attempt
             try:
                 memory = map_file(path, size, used)
             except BaseException:
