@@ -41,8 +41,9 @@ class SplitTable(nn.Module):
     ----------
     rows, weight
         First (inclusive) and last (exclusive) row of this rank. Parameter ``(rows, dim)``, float32 unless ``dtype`` is
-        given, drawn from a normal distribution on every rank. `CheckpointManager` saves and restores it as a part of
-        the whole table, on any number of ranks.
+        given, drawn from a normal distribution: other values on each rank, and one number of torch's generator, so
+        ranks with the same seed draw the same for what follows. `CheckpointManager` saves and restores it as a part
+        of the whole table, on any number of ranks.
     """
 
     def __init__(
@@ -58,7 +59,10 @@ class SplitTable(nn.Module):
                 f"bounds: expected {world + 1} ascending numbers from 0 to {num_rows}, found {bounds}", found=bounds
             )
         self.rows = (bounds[rank], bounds[rank + 1])
-        self.weight = nn.Parameter(torch.randn(self.rows[1] - self.rows[0], dim, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(self.rows[1] - self.rows[0], dim, device=device, dtype=dtype))
+        draws = torch.Generator("cpu" if self.weight.is_meta else self.weight.device)
+        draws.manual_seed(int(torch.randint(1 << 62, (), device="cpu")) + rank)
+        nn.init.normal_(self.weight, generator=draws)
 
 
 class PartialSums(SplitTable):

@@ -238,6 +238,21 @@ def test_split_tables_are_saved_by_row_and_resumed(run_ranks: RunRanks, tmp_path
 # ---- refusals
 
 
+def first_weights(num_rows: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    table = PartialSums(num_rows, 16)
+    return {"rows": table.weight[:5].tolist(), "layer": nn.Linear(4, 2).weight.tolist()}
+
+
+@pytest.mark.parametrize("num_rows", [100, 101])
+def test_ranks_of_one_seed_draw_other_rows_and_the_same_layers(run_ranks: RunRanks, num_rows: int) -> None:
+    found = run_ranks(4, first_weights, num_rows)
+
+    assert all(one["layer"] == found[0]["layer"] for one in found)
+    rows = torch.tensor([one["rows"] for one in found])
+    assert len(rows.flatten().unique()) == rows.numel()
+
+
 @pytest.mark.parametrize("ids", [[-1], [3, NUM_ROWS]])
 def test_ids_outside_the_table_are_refused(ids: list[int]) -> None:
     with pytest.raises(BadRowIds, match=f"from 0 to below {NUM_ROWS}"):
