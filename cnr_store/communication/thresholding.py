@@ -151,17 +151,27 @@ class ThresholdedGradients(GradientHook):
         return self._share(share, lambda messages: _mean(buffer, whole, messages))
 
     def _take(self, held: _Held, gradient: torch.Tensor, *, renew: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add a gradient to what is held back, and take out what is sent now: indices, values."""
+        """Add a gradient to what is held back, and take out what is sent now: indices, values.
+
+        One of zeros takes nothing out: DDP drops the mean of a parameter that no rank used, and what it has of ours.
+        One with NaN or Inf is sent as NaN and changes nothing, so that a step that is skipped leaves nothing behind.
+        """
         residual = held.residual
         if not self._error_feedback:
             residual.zero_()
-        residual[:-1].add_(gradient)
+        least, most = torch.aminmax(gradient)
+        largest = torch.maximum(-least, most).float()
+        is_taken = (largest > 0) & largest.isfinite()
+        residual[:-1].addcmul_(gradient.nan_to_num_(0, 0, 0), is_taken.to(gradient.dtype))
         count = kept_values(len(gradient), self._keep)
-        indices, values, held.threshold = take_above(residual, held.threshold, count, renew=renew)
+        indices, values, threshold = take_above(residual, held.threshold, count, renew=renew)
+        residual.index_add_(0, indices, values.masked_fill(is_taken, 0))
+        held.threshold = torch.where(is_taken, threshold, held.threshold)
+        values = torch.where(is_taken, values, largest - largest)  # 0, or NaN
         held.sent += values.count_nonzero()
         if self._dtype is torch.float16:
             values, lost = _halved(values)
-            residual[indices] += lost
+            residual.index_add_(0, indices, lost)  # an index that fills up may be that of a value: not `+=`
         return indices, values
 
     def _rounded(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -130,6 +130,73 @@ def test_all_that_was_trained_arrives_or_is_held_back(run_ranks: RunRanks, value
         assert max(rank) < 1e-6
 
 
+class Two(nn.Module):
+    """Two layers; the second one is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.at_times = nn.Linear(16, 8, bias=False), nn.Linear(16, 8, bias=False)
+
+    def forward(self, values: torch.Tensor, *, both: bool) -> torch.Tensor:
+        result: torch.Tensor = self.always(values)
+        return result + self.at_times(values) if both else result
+
+
+def held_back_while_unused() -> list[bool]:
+    hook, model = ThresholdedGradients(keep=0.05), DistributedDataParallel(Two(), find_unused_parameters=True)
+    hook.register(model)
+
+    def residual_after(steps: int, *, both: bool) -> torch.Tensor:
+        for _ in range(steps):
+            model.zero_grad()
+            model(torch.randn(4, 16), both=both).square().sum().backward()
+        return hook.rank_state().tensors["at_times.weight/residual"].value.clone()
+
+    before, after = residual_after(2, both=True), residual_after(2, both=False)
+    return [torch.equal(before, after), bool(before.any())]
+
+
+def test_what_is_held_back_waits_while_no_rank_uses_its_parameter(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, held_back_while_unused) == [[True, True]] * 2
+
+
+def steps_after(bad: str, values: Any) -> dict[str, Any]:
+    """Whether gradients were finite in five steps; in the second one rank 1 gets what is not. What rank 1 held back."""
+    hook, model = ThresholdedGradients(keep=0.05, values=values), DistributedDataParallel(Two().always)
+    hook.register(model)
+    finite, held = [], []
+    for step in range(5):
+        model.zero_grad()
+        given = torch.randn(4, 16)
+        if step == 1 and dist.get_rank() == 1:
+            given[0] *= float(bad)
+        model(given).square().sum().backward()
+        assert model.module.weight.grad is not None
+        finite.append(bool(model.module.weight.grad.isfinite().all()))
+        held.append(hook.rank_state().tensors["weight/residual"].value.tolist())
+    return {"finite": finite, "left_alone": held[1] == held[0] != held[2]}
+
+
+@pytest.mark.parametrize(("bad", "values"), [("nan", "float32"), ("inf", "float16"), ("1e20", "float32")])
+def test_what_is_not_finite_ends_with_its_step(run_ranks: RunRanks, bad: str, values: str) -> None:
+    first, second = run_ranks(2, steps_after, bad, values)
+
+    assert first["finite"] == second["finite"] == [True, False, True, True, True]
+    assert second["left_alone"]
+
+
+def rounded_last_value() -> float:
+    hook, model = ThresholdedGradients(keep=0.9, values="float16"), DistributedDataParallel(nn.Linear(3, 2, bias=False))
+    hook.register(model)
+    (model(torch.tensor([0.0, 0.0, 1.0])) * torch.tensor([0.0, 1.0001])).sum().backward()
+    return float(hook.rank_state().tensors["weight/residual"].value[-1])
+
+
+def test_what_rounding_takes_from_the_last_value_is_held_back(run_ranks: RunRanks) -> None:
+    assert run_ranks(1, rounded_last_value) == [pytest.approx(1e-4, rel=0.01)]
+
+
 def train_in_buckets(size_mb: float) -> list[Any]:
     """Losses with buckets of a size, which are built anew after the first step; whether all ranks hold the same."""
     meter = Meter()
