@@ -13,7 +13,7 @@ from cnr_store.communication.partial_sums import PartialFirstLayer, PartialSums,
 from cnr_store.communication.powersgd import PowerSGD
 from cnr_store.communication.quantizing import QuantizedGradients
 from cnr_store.communication.state import CommunicationState, RankState, StateTensor, chunk, reshard
-from cnr_store.communication.thresholding import ThresholdedGradients, ThresholdReport
+from cnr_store.communication.thresholding import ThresholdedGradients
 from cnr_store.communication.top_k import TopKActivations
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "RankState",
     "SplitTable",
     "StateTensor",
-    "ThresholdReport",
     "ThresholdedGradients",
     "TopKActivations",
     "Traffic",

@@ -87,11 +87,7 @@ def parts_of(parameters: Sequence[torch.Tensor]) -> list[slice]:
 
 def register(model: DistributedDataParallel, hook: Callable[[GradBucket], Result]) -> dict[torch.Tensor, str]:
     """Make a hook reduce the gradients of a model; return the names of its parameters. Once for each model."""
-
-    def call(_, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
-        return hook(bucket)
-
-    model.register_comm_hook(None, call)
+    model.register_comm_hook(None, lambda _, bucket: hook(bucket))  # torch refuses annotations that are strings
     return {parameter: name for name, parameter in model.module.named_parameters()}
 
 

@@ -6,7 +6,6 @@ that cross it: held constant, it would let 30 times too many through, as what wa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,34 +23,12 @@ _COUNTED = 8
 """Crossings are counted up to so many times the kept ones: there the factor of the threshold is at its largest."""
 
 
-@dataclass(frozen=True, slots=True)
-class ThresholdReport:
-    """What a hook has sent since it was made, on this rank.
-
-    Attributes
-    ----------
-    steps, sent_values, sent_bytes, dense_bytes
-        Backward passes; values that reached their thresholds; bytes that were given to collectives; what they would be
-        without the hook. Sparse gradients are not counted.
-    thresholds, residual_norms
-        By parameter: the threshold now, and the Euclidean norm of what is held back.
-    """
-
-    steps: int
-    sent_values: int
-    sent_bytes: int
-    dense_bytes: int
-    thresholds: Mapping[str, float]
-    residual_norms: Mapping[str, float]
-
-
 @dataclass(slots=True)
 class _Held:
     """What a rank holds back of one parameter: fp32 residual (n + 1,), of which the last is always 0; its threshold."""
 
     residual: torch.Tensor
     threshold: torch.Tensor
-    sent: torch.Tensor
 
 
 def kept_values(length: int, keep: float) -> int:
@@ -168,7 +145,6 @@ class ThresholdedGradients(GradientHook):
         residual.index_add_(0, indices, values.masked_fill(is_taken, 0))
         held.threshold = torch.where(is_taken, threshold, held.threshold)
         values = torch.where(is_taken, values, largest - largest)  # 0, or NaN
-        held.sent += values.count_nonzero()
         if self._dtype is torch.float16:
             values, lost = _halved(values)
             residual.index_add_(0, indices, lost)  # an index that fills up may be that of a value: not `+=`
@@ -186,20 +162,12 @@ class ThresholdedGradients(GradientHook):
     def _of(self, parameter: torch.Tensor) -> _Held:
         name, device = self._names[parameter], parameter.device
         held = self._held.get(name) or _held(torch.zeros(parameter.numel()), torch.zeros(()))
-        if name not in self._held or held.sent.device != device:
-            self._held[name] = held = _Held(held.residual.to(device), held.threshold.to(device), held.sent.to(device))
+        if name not in self._held or held.residual.device != device:
+            self._held[name] = held = _Held(held.residual.to(device), held.threshold.to(device))
         return held
 
-    @property
-    def report(self) -> ThresholdReport:
-        """What was sent, and what is held back. Waits for the device."""
-        sent = sum(int(held.sent) for held in self._held.values())
-        thresholds = {name: float(held.threshold) for name, held in self._held.items()}
-        norms = {name: float(held.residual.norm()) for name, held in self._held.items()}
-        return ThresholdReport(self._steps, sent, self._sent_bytes, self._dense_bytes, thresholds, norms)
-
     def rank_state(self) -> RankState:
-        """See `CommunicationState`."""
+        """Return by parameter what is held back, and the threshold now; see `CommunicationState`."""
         tensors = {}
         for name, held in self._held.items():
             tensors[f"{name}/residual"] = StateTensor(held.residual[:-1], "mean")
@@ -224,7 +192,7 @@ class ThresholdedGradients(GradientHook):
 
 def _held(residual: torch.Tensor, threshold: torch.Tensor) -> _Held:
     padded = torch.nn.functional.pad(residual.view(-1), (0, 1))  # a copy
-    return _Held(padded, threshold.clone().view(()), torch.zeros((), dtype=torch.int64))
+    return _Held(padded, threshold.clone().view(()))
 
 
 def _halved(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -68,7 +68,7 @@ PUBLIC = {
     "cnr_store.communication": """
         CommunicationState RankState StateTensor chunk reshard
         Meter Traffic
-        ThresholdedGradients ThresholdReport QuantizedGradients PowerSGD
+        ThresholdedGradients QuantizedGradients PowerSGD
         OneBitAdam OneBitLamb PartialFirstLayer PartialSums SplitTable TopKActivations
     """,
     "cnr_store.training": """
