@@ -58,10 +58,16 @@ class PowerSGD(GradientHook):
             self._put_together(number)
         is_compressed = self.state.iter >= self.state.start_powerSGD_iter
         before = self.state.total_numel_after_compression
+        error, factors = self.state.error_dict.get(number), self.state.q_memory_dict.get(number)
+        factors = None if factors is None else factors.clone()
         found: Result = torch_hook.powerSGD_hook(self.state, bucket)
         sent = self.state.total_numel_after_compression - before if is_compressed else bucket.buffer().numel()
         self._sent_bytes += sent * bucket.buffer().itemsize
-        found.wait()
+        is_finite = found.wait().isfinite().all()
+        # Torch would keep a NaN for ever. The factors are the same on all ranks, as the result is.
+        for held, last in (self.state.error_dict, error), (self.state.q_memory_dict, factors):
+            if number in held:
+                held[number] = torch.where(is_finite, held[number], 0 if last is None else last)
         return found
 
     def _clear(self) -> None:

@@ -85,3 +85,20 @@ def test_powersgd_counts_the_bytes_that_it_sends(run_ranks: RunRanks) -> None:
     for counted, seen, dense in run_ranks(2, pushed, 6):
         assert counted == seen
         assert counted < dense
+
+
+def finite_steps() -> list[bool]:
+    """Whether gradients were finite in six steps; in the fourth one rank 1 gets what is not."""
+    model = DistributedDataParallel(Clicks().layers)
+    PowerSGD(PowerSGDState(None, start_powerSGD_iter=2)).register(model)
+    found = []
+    for step in range(6):
+        model.zero_grad()
+        given = torch.randn(4, 20) * (float("inf") if (step, dist.get_rank()) == (3, 1) else 1)
+        model(given).square().sum().backward()
+        found.append(all(bool(one.grad.isfinite().all()) for one in model.parameters() if one.grad is not None))
+    return found
+
+
+def test_powersgd_does_not_keep_what_is_not_finite(run_ranks: RunRanks) -> None:
+    assert run_ranks(2, finite_steps) == [[True, True, True, False, True, True]] * 2
