@@ -62,7 +62,7 @@ class GradientHook(ABC):
 
     def _share(self, tensors: Sequence[torch.Tensor], then: Callable[[Messages], torch.Tensor]) -> Result:
         """Send tensors to all ranks, and return what ``then`` makes of those of all. Does not block."""
-        self._sent_bytes += message_bytes(tensors)
+        self._sent_bytes += sum(one.nbytes + -one.nbytes % 8 for one in tensors)  # as `_as_bytes` pads them
         return gathered(tensors, self._ranks, then)
 
     def metrics(self) -> dict[str, float]:
@@ -138,11 +138,6 @@ def gathered(
 
     result: Result = work.get_future().then(merge)
     return result
-
-
-def message_bytes(share: Sequence[torch.Tensor]) -> int:
-    """Return the bytes of the message in which `gathered` sends tensors."""
-    return sum(one.nbytes + -one.nbytes % 8 for one in share)
 
 
 def _as_bytes(values: torch.Tensor) -> torch.Tensor:

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from cnr_store.communication.hooks import Result, register
@@ -31,8 +33,11 @@ Group = dict[str, Any]
 Masks = Mapping[torch.Tensor, torch.Tensor]
 
 
-class OneBitOptimizer(torch.optim.Optimizer):
+class OneBitOptimizer(torch.optim.Optimizer, Joinable):
     """An optimizer with a dense warm-up and one-bit momentum after it; `OneBitAdam` and `OneBitLamb` are two.
+
+    Gradients stay those of their rank. A ``torch.amp.GradScaler`` skips a step on all ranks where one rank's are not
+    finite, and scales on each rank by itself. Ranks with fewer batches: ``with Join([model, optimizer])``.
 
     Parameters
     ----------
@@ -55,6 +60,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
     """
 
     _name: ClassVar[str]
+    _step_supports_amp_scaling = True  # a `GradScaler` calls `step` always, with `found_inf` and `grad_scale` set
     _has_one_scale = False
     """Whether all tensors are sent with one scale, or each with its own."""
 
@@ -78,7 +84,9 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._loaded: dict[str, torch.Tensor] = {}
         self._stamps: list[tuple[int, int]] = []
         self._touched: list[torch.Tensor | None] = []
+        self._is_scaled = False
         super().__init__(params, {**defaults, **options, "is_frozen": False})
+        Joinable.__init__(self)
 
     def register(self, model: DistributedDataParallel) -> None:
         """Switch off the all-reduce of a DDP model: this optimizer averages its gradients, in the model's group.
@@ -98,8 +106,48 @@ class OneBitOptimizer(torch.optim.Optimizer):
         """Take one step. Blocks; all ranks call it. A sparse gradient raises `BadInput`."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        (self._compressed_step if self.is_frozen else self._dense_step)()
+        Join.notify_join_context(self)
+        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
+        self._is_scaled = found_inf is not None
+        self._step_unless(found_inf)
         return loss
+
+    def _step_unless(self, found_inf: torch.Tensor | None) -> None:
+        """Take a step, unless a `GradScaler` found gradients on any rank that are not finite. All ranks call it."""
+        if found_inf is not None:
+            found_inf = found_inf.clone()
+            if rank_and_world(self._group)[1] > 1:
+                dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)
+            if found_inf.item():
+                return
+        scale: torch.Tensor | None = getattr(self, "grad_scale", None)  # None, too, where the caller has unscaled
+        for _, parameter in self._parameters():
+            self._dense_bytes += parameter.nbytes
+            if scale is not None and parameter.grad is not None:
+                parameter.grad.div_(scale)
+        (self._compressed_step if self.is_frozen else self._dense_step)()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters: in the warm-up, which ends when they have had it; later, without variances, `BadInput`."""
+        if self.param_groups and self.is_frozen:
+            raise BadInput(
+                f"{type(self).__name__} takes no more parameters after its warm-up; give them an optimizer of their own"
+            )
+        super().add_param_group(param_group)
+
+    @property
+    def join_device(self) -> torch.device:
+        """See `torch.distributed.algorithms.Joinable`."""
+        return next(parameter.device for _, parameter in self._parameters())
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """See `torch.distributed.algorithms.Joinable`."""
+        return self._group or dist.distributed_c10d._get_default_group()
+
+    def join_hook(self, **_kwargs: Any) -> JoinHook:
+        """Return what takes a step with gradients of zeros, where this rank has no batch left and others have."""
+        return _StepOfZeros(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as of any optimizer, and under ``one_bit`` this rank's errors: save it on every rank."""
@@ -122,12 +170,13 @@ class OneBitOptimizer(torch.optim.Optimizer):
             mean = self._averaging()
             tensors["worker_error"] = StateTensor(mean.worker_error, "mean")
             tensors["server_error"] = StateTensor(mean.server_error, "concatenate")
-        return RankState(tensors, {"values": self._num_values()})
+        counts = {"sent_bytes": self._sent_bytes, "dense_bytes": self._dense_bytes}
+        return RankState(tensors, {"values": self._num_values(), **counts})
 
     def load_rank_state(self, state: RankState) -> None:
         """Take over the errors of `rank_state`, before or after the optimizer's other state.
 
-        Those of other parameters raise `BadInput`, and change nothing.
+        Those of other parameters raise `BadInput`, and change nothing. The bytes are counted on.
         """
         values, found = self._num_values(), state.scalars["values"]
         if found != values:
@@ -137,6 +186,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 expected=values, found=found,
             )  # fmt: skip
         self._put_errors({name: one.value for name, one in state.tensors.items()})
+        self._sent_bytes, self._dense_bytes = (int(state.scalars[name]) for name in ("sent_bytes", "dense_bytes"))
 
     def metrics(self) -> dict[str, float]:
         """Return what a manager records with each save: bytes sent, and what they would be in dense steps."""
@@ -150,7 +200,6 @@ class OneBitOptimizer(torch.optim.Optimizer):
         self._loaded = {name: error.clone() for name, error in errors.items()}
 
     def _dense_step(self) -> None:
-        self._count(4 * self._num_values())
         steps = 0
         for (group, parameter), mean in zip(self._parameters(), self._mean_gradients(), strict=True):
             state = self.state[parameter]
@@ -168,7 +217,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
 
     def _compressed_step(self) -> None:
         mean = self._averaging()
-        self._count(mean.layout.sent_bytes)
+        self._sent_bytes += mean.layout.sent_bytes
         parts = []
         for (group, parameter), touched in zip(self._parameters(), self._touched, strict=True):
             momentum = self._momentum(parameter, group).reshape(-1)
@@ -180,10 +229,6 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 found = found.new_zeros(parameter.numel()).index_copy_(0, touched, found)
             self.state[parameter]["step"] += 1
             self._compressed_update(parameter, found.view_as(parameter), group, self.state[parameter])
-
-    def _count(self, sent_bytes: int) -> None:
-        self._sent_bytes += sent_bytes
-        self._dense_bytes += 4 * self._num_values()
 
     def _freeze(self) -> None:
         """Fix the variances: 0 for elements to hold, at least ``floor`` of their tensor's mean for all others."""
@@ -249,6 +294,7 @@ class OneBitOptimizer(torch.optim.Optimizer):
             return gradients
         # Divided before it is summed, as DDP does; on more than two ranks it may sum in another order.
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).mul_(1 / world)
+        self._sent_bytes += flat.nbytes
         dist.all_reduce(flat, group=self._group)
         parts = flat.split([gradient.numel() for gradient in gradients])
         return [part.view_as(one).to(one.dtype) for part, one in zip(parts, gradients, strict=True)]
@@ -269,6 +315,17 @@ class OneBitOptimizer(torch.optim.Optimizer):
                 self._mean.put_error(name, error)
             self._loaded = {}
         return self._mean
+
+
+@dataclass
+class _StepOfZeros(JoinHook):
+    optimizer: OneBitOptimizer
+
+    @torch.no_grad()
+    def main_hook(self) -> None:
+        self.optimizer.zero_grad()
+        zero = torch.zeros((), device=self.optimizer.join_device)
+        self.optimizer._step_unless(zero if self.optimizer._is_scaled else None)
 
 
 def _unchanged(bucket: GradBucket) -> Result:

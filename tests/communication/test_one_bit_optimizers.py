@@ -404,7 +404,7 @@ def resume_on_two(kind: str) -> dict[str, Any]:
     optimizer = ({"adam": OneBitAdam, "lamb": OneBitLamb}[kind])(model.parameters(), lr=0.01, warmup_steps=3)
     saved = [torch.load(f"rank{number}.pt", weights_only=True) for number in range(4)]
     rules: dict[str, Rule] = {"worker_error": "mean", "server_error": "concatenate"}
-    values = {"values": len(weights(model))}
+    values = {"values": len(weights(model)), "sent_bytes": 0, "dense_bytes": 0}
     states = [
         RankState({name: StateTensor(value, rules[name]) for name, value in tensors.items()}, values)
         for _, _, tensors in saved
