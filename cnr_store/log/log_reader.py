@@ -350,7 +350,7 @@ class LogReader:
         if entry.record.store_uuid != self._store_uuid:
             raise CorruptStore(
                 f"commit record {version} belongs to store {entry.record.store_uuid}, expected "
-                f"{self._store_uuid}; two stores were mixed",
+                f"{self._store_uuid}; two stores were mixed, or another one was made in its place: open it again",
                 version=version,
                 expected=self._store_uuid,
                 found=entry.record.store_uuid,

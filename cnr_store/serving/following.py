@@ -9,6 +9,7 @@ from cnr_store.errors import BadInput, BranchNotFound, VersionExpired, VersionNo
 from cnr_store.format.commit_record import LogEntry, is_live
 from cnr_store.format.records import CommitRecord
 from cnr_store.log.rebase import leaves_state
+from cnr_store.runtime.arguments import checked_count
 from cnr_store.serving.update.update_plan import UpdatePlan, follows_directly, plan_path, plan_update
 from cnr_store.store.versions import version_of_channel, version_of_tag
 
@@ -20,7 +21,7 @@ class ServeTarget:
     Raises
     ------
     BadInput
-        More than one is given.
+        More than one is given, or the version is no whole number.
     """
 
     version: int | None = None
@@ -31,6 +32,8 @@ class ServeTarget:
         given = [value for value in (self.version, self.tag, self.channel) if value is not None]
         if len(given) > 1:
             raise BadInput("give at most one of version, tag and channel", found=len(given))
+        if self.version is not None:
+            checked_count("a version", self.version, least=None)
 
     @property
     def is_newest(self) -> bool:

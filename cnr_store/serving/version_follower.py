@@ -163,9 +163,10 @@ class VersionFollower:
 
     def pin(self, version: int) -> None:
         """Go to a version and stay at it until `unpin`; changes nothing if it is refused or cannot be served."""
+        target = ServeTarget(version=version)
         if version > self.tail.seen.record.v:
             self._see(self._read_newest())
-        self._go(ServeTarget(version=version), insists=True)
+        self._go(target, insists=True)
         self._pinned = version
         self._note_wanted()
 

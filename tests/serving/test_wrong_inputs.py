@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ def store() -> Iterator[Store]:
         ({"tables": ["user"], "shard": {"usr": RowRange(0, 5)}}, r"shard names 'usr', .* \['user'\]"),
         ({"tables": ["user"], "served": {"item": "float16"}}, "served names 'item'"),
         ({"tables": ["user"], "kept_as": {"usr": "codes"}}, "kept_as names 'usr'"),
+        ({"version": "3"}, "a version must be a whole number; found '3'"),
     ],
 )
 def test_a_loader_refuses_arguments_that_would_mean_nothing(store: Store, arguments: dict[str, Any], said: str) -> None:
@@ -133,3 +135,22 @@ def test_a_loader_and_tables_of_another_process_are_asked_alike(store: Store, tm
         assert attached.lookup("user", [7, 1], out=tensor) is tensor
         assert (tensor.numpy() == out).all()
         assert attached.lookup_many({"item": [3]}).version == loader.lookup_many({"item": [3]}).version
+
+
+def test_a_store_made_anew_in_its_place_is_told_of_as_such(tmp_path: Path) -> None:
+    place = str(tmp_path / "store")
+    for values in (1, 2):
+        with Store.create(place) as store, store.writer() as writer:
+            for step in range(3 if values == 2 else 1):
+                with writer.begin(step) as txn:
+                    rows = np.full((10, 2), values, np.float32)
+                    if step:
+                        txn.write_rows("t", np.arange(10), rows)
+                    else:
+                        txn.write_table("t", rows)
+        if values == 1:
+            loader = Loader(place)
+            shutil.rmtree(place)
+    with loader:
+        assert "another one was made in its place: open it again" in str(loader.poll().error)
+        assert loader.lookup("t", [0])[0, 0] == 1
