@@ -52,7 +52,7 @@ def train(clicks: Clicks, variant: Variant, seed: int, steps: int) -> list[float
     model = ClickModel(clicks, BOTTOM, TOP)
     hook = ThresholdedGradients(
         keep=variant.keep or 0.5, values=variant.values, error_feedback=variant.feedback, refresh_every=1000,
-        warmup=0 if variant.keep else steps,
+        warmup_steps=0 if variant.keep else steps,
     )  # fmt: skip
     for step, _ in steps_of_sgd(clicks, model, hook, meter, seed, steps):
         if variant.dropped_every and (step + 1) % variant.dropped_every == 0:
