@@ -88,7 +88,8 @@ def parts_of(parameters: Sequence[torch.Tensor]) -> list[slice]:
 def register(model: DistributedDataParallel, hook: Callable[[GradBucket], Result]) -> dict[torch.Tensor, str]:
     """Make a hook reduce the gradients of a model; return the names of its parameters. Once for each model."""
     model.register_comm_hook(None, lambda _, bucket: hook(bucket))  # torch refuses annotations that are strings
-    return {parameter: name for name, parameter in model.module.named_parameters()}
+    # With or without torch.compile, so that either resumes what the other has saved.
+    return {parameter: name.replace("_orig_mod.", "") for name, parameter in model.module.named_parameters()}
 
 
 def mean_of_sparse(values: torch.Tensor, group: dist.ProcessGroup) -> Result:

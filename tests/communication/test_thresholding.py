@@ -197,6 +197,20 @@ def test_what_rounding_takes_from_the_last_value_is_held_back(run_ranks: RunRank
     assert run_ranks(1, rounded_last_value) == [pytest.approx(1e-4, rel=0.01)]
 
 
+def names_of_a_compiled_model() -> list[str]:
+    hook, model = ThresholdedGradients(), DistributedDataParallel(torch.compile(Two()))
+    hook.register(model)
+    with torch.compiler.set_stance("force_eager"):
+        model(torch.randn(4, 16), both=True).sum().backward()
+    return sorted(hook.rank_state().tensors)
+
+
+def test_a_compiled_model_has_the_names_of_a_plain_one(run_ranks: RunRanks) -> None:
+    parts = ("always.weight", "at_times.weight")
+
+    assert run_ranks(1, names_of_a_compiled_model) == [[f"{p}/{w}" for p in parts for w in ("residual", "threshold")]]
+
+
 def train_in_buckets(size_mb: float) -> list[Any]:
     """Losses with buckets of a size, which are built anew after the first step; whether all ranks hold the same."""
     meter = Meter()
