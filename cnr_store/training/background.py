@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import compress
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -46,6 +46,8 @@ from cnr_store_gpu import Staged, Taken
 from cnr_store_gpu.bitmap import RowLists
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 class SaveOutcome(Enum):
@@ -342,6 +344,10 @@ class BackgroundSave:
     def is_running(self) -> bool:
         """Whether a save is under way."""
         return self._future is not None and not self._future.done()
+
+    def call(self, work: Callable[[], Result]) -> Future[Result]:
+        """Do something else, behind what is under way."""
+        return self._pool.submit(work)
 
     def read(self, read: LiveRead) -> None:
         """Begin to read tables; nothing else may be under way."""

@@ -175,8 +175,8 @@ class CheckpointManager(Closing):
     def step(self, step: int | None = None, *, reader_state: Any = None) -> bool:
         """Count a trained step and save if one is due; call it after ``optimizer.step()``.
 
-        If a save is due, it blocks until the touched rows are copied, else for microseconds. The first call after a
-        `restore` also takes over the store, in a few requests: an earlier training cannot save after that.
+        If a save is due, it blocks until its rows are copied, else for microseconds. The first, also after `restore`,
+        has the background take over the store: then no earlier training can save; a save that is due waits for that.
 
         Parameters
         ----------
@@ -198,7 +198,7 @@ class CheckpointManager(Closing):
         BadInput
             ``step`` is no number; without a reader, no ``reader_state`` although an earlier step had one. Not counted.
         Conflict
-            In the first step after a restore: another training (it is named) has saved since. Nothing was written.
+            Another training (it is named) has saved since the restore. Raised by the first call after it is known.
         SaveInProgress
             With ``when_busy="refuse"``.
         SystemExit
@@ -246,21 +246,22 @@ class CheckpointManager(Closing):
         self._reports.raise_together(self._saver.collect(wait=True))
         together(self._training.control, self._training.tracker.check_boundary)
         self._saver.begin(wait_s=0.0, notes=notes)
-        if not wait:
-            return None
-        raise_failure(self._saver.collect(wait=True))
-        return self.last_save
+        if wait:
+            raise_failure(self._saver.collect(wait=True))
+        return self.last_save if wait else None
 
     @_in_turn
     def wait_until_finished(self) -> SaveReport | None:
-        """Wait for a running save, if there is one; returns the report of the newest committed save.
+        """Wait for a running save, or a takeover of the store; returns the report of the newest committed save.
 
         Raises
         ------
         BackgroundSaveFailed
-            It failed; for each value of ``on_error``.
+            It failed; for each value of ``on_error``. What prevented a takeover is raised as it is.
         """
         self._reports.raise_together(self._saver.collect(wait=True))
+        if self._saver.writer.opening is not None:
+            self._saver.ready_writer()
         return self.last_save
 
     def report_loss(self, loss: float | torch.Tensor) -> None:
@@ -274,8 +275,7 @@ class CheckpointManager(Closing):
         BadInput
             It is negative, and ``schedule="loss"`` follows it.
         """
-        number = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
-        self._saver.chain.rate.report_loss(number)
+        self._saver.chain.rate.report_loss(float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
 
     @_in_turn
     def restore(

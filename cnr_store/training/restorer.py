@@ -143,6 +143,7 @@ class Restorer:
         """See `CheckpointManager.restore`."""
         control = self.training.control
         self.saver.reports.report_together(self.saver.collect(wait=True))
+        self.saver.writer.wait()
         self.saver.settle()
 
         steps = together(control, lambda: None if request.survivor is None else request.survivor.step)

@@ -72,6 +72,15 @@ class FailureReports:
         """Raise an error of one rank on all ranks, independently of ``on_error``."""
         together(self.ranks, lambda: raise_failure(error))
 
+    def report_opening(self, ready: Callable[[], Writer]) -> None:
+        """Raise or warn if no writer is ``ready``, which is so on all ranks; the next save tries again."""
+        try:
+            ready()
+        except CnrStoreError as error:
+            if self.on_error == "raise":
+                raise
+            warn_caller(f"this training has not taken its store over yet: {error}")
+
     def _raise_or_warn(self, failure: BackgroundSaveFailed) -> None:
         if self.on_error == "raise":
             raise failure
@@ -84,7 +93,7 @@ class SaveState(Enum):
     IDLE = "idle"
     """Nothing: a save may begin."""
     RESTORED = "restored"
-    """A checkpoint was restored; the next step or save takes the store over."""
+    """Nothing was trained since a checkpoint was restored, or at all; the next step or save takes the store over."""
     READING = "reading"
     """Tables are read while the training continues; a later step adds the rows changed since and is saved."""
     RUNNING = "running"
@@ -188,7 +197,7 @@ class Saver:
         self._about: dict[str, JsonValue] = {} if commit is None else {"git": commit}
         self._notes: Mapping[str, JsonValue] | None = None  # of the newest save
         self.history: list[SaveReport] = []
-        self.state = SaveState.IDLE
+        self.state = SaveState.RESTORED
         self._unknown: Finished | None = None  # in the state UNKNOWN
         self._fenced_by: Fenced | None = None  # in the state FENCED
         self._reading: LiveRead | None = None  # in the state READING
@@ -465,7 +474,7 @@ class Saver:
     # ---- the writer
 
     def ready_writer(self) -> Writer:
-        """Return the writer after its takeover of the store. Blocks for a few requests the first time.
+        """Return the writer after its takeover of the store. Waits for it, if the first step has not long begun it.
 
         Raises
         ------
@@ -477,16 +486,14 @@ class Saver:
         store = self.writer.store
         if self.state is SaveState.FENCED:
             raise Fenced(f"this training can no longer save to {store.url}: {self._fenced_by}") from self._fenced_by
-        writer = self.writer.current
-        if writer is None:
-            writer = self.writer.current = self.writer.open(None)
-            if writer.head.record.chain:
-                logger.warning(
-                    "%s holds checkpoints that were not restored; the next save is a baseline of the live state",
-                    store.url,
-                )
-                self.chain.whole_next |= self.training.tables
-        writer.take_over()
+        writer, is_new = self.writer.current, self.writer.current is None
+        if writer is None or not writer.is_committer or self.writer.opening is not None:
+            writer = self.writer.ready(self.background.call)
+        if is_new and writer.head.record.chain:
+            logger.warning(
+                "%s holds checkpoints that were not restored; the next save is a baseline of the live state", store.url
+            )
+            self.chain.whole_next |= self.training.tables
         return writer
 
     def open_writer(self, take_over: TakeOver) -> Writer:
@@ -500,18 +507,17 @@ class Saver:
         self._move(SaveEvent.RESTORED)
 
     def stepped(self) -> None:
-        """Count a step; in the first one after a restore take the store over, so that an earlier training stops."""
+        """Count a step; the first one, also after a restore, begins to take the store over, in the background.
+
+        Then an earlier training stops. The first step at which that is over raises what went wrong. All ranks call it.
+        """
         was_beside = self.state in (SaveState.READING, SaveState.RUNNING)  # `is_saving` is False once it is written
         self.schedule.trained(self.position.step, time.monotonic(), is_saving=was_beside)
-        if self.state is not SaveState.RESTORED:
-            return
-        self._move(SaveEvent.STEPPED)
-        try:
-            self.ready_writer()
-        except CnrStoreError as error:
-            if self.policy.on_error == "raise":
-                raise
-            warn_caller(f"this training has not taken over {self.writer.store.url} yet: {error}")
+        if self.state is SaveState.RESTORED:
+            self._move(SaveEvent.STEPPED)
+            self.writer.prepare(self.background.call)
+        elif (opening := self.writer.opening) is not None and all(together(self.training.control, opening.done)):
+            self.reports.report_opening(self.ready_writer)
 
     # ---- the end
 
@@ -522,6 +528,7 @@ class Saver:
         """
         self._unreported = None
         self.collect(wait=True)
+        self.writer.wait()
         try:
             self.settle()
         except CnrStoreError as error:
@@ -555,6 +562,8 @@ class Saver:
                 except CommitStateUnknown as unknown:
                     error = unknown
             self.reports.report(error)
+            if self.writer.opening is not None:
+                self.reports.report_opening(self.ready_writer)
         finally:
             self.background.close()
             self.stager.free()

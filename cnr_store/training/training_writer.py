@@ -1,13 +1,15 @@
 """The store and the writer of a training: how the store is opened, and when the writer takes it over.
 
 A restore alone only reads, so an evaluation may restore while another process trains. The first step or save after it
-commits a fence, and a rollback if the restored state is not the head's. Both fail if another writer has saved since.
+has the background commit a fence, and a rollback if the restored state is not the head's. Both fail if another writer
+has saved since.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 from cnr_store.errors import NotAStore, StorageFailure, VersionExpired
@@ -16,7 +18,7 @@ from cnr_store.format.records import WriterInfo
 from cnr_store.log.log_reader import LogEnd
 from cnr_store.log.rebase import draft_after, rebase_succession
 from cnr_store.maintenance.repair import return_to
-from cnr_store.runtime.ranks import Ranks, rank_zero
+from cnr_store.runtime.ranks import Ranks, rank_zero, together
 from cnr_store.segment.shards import Placement
 from cnr_store.store import Store
 from cnr_store.training.options import StoreOptions
@@ -129,6 +131,9 @@ class TrainingWriter:
     ----------
     current
         None before the first save, during a restore, and after a commit that conflicted with another one.
+    opening
+        What `prepare` began, until `ready` returns or raises what it became. Nothing else may use the writer before it
+        is done.
     """
 
     store: Store
@@ -137,16 +142,50 @@ class TrainingWriter:
     placement: Placement | None
     peers: PeerMemory | None = None
     current: Writer | None = field(default=None, init=False)
+    opening: Future[Writer] | None = field(default=None, init=False)
 
     def open(self, take_over: TakeOver | None) -> Writer:
-        """Close the current writer and return a new one; the caller makes it `current`. Blocks."""
+        """Close the current writer and return a new one; the caller makes it `current`. None is opening. Blocks."""
         self.close()
+        self.opening = None
+        return self._open(take_over)
+
+    def _open(self, take_over: TakeOver | None) -> Writer:
         options = self.options
         return self.store.writer(
             mirror=options.mirror, mirror_folder=options.mirror_folder, bytes_per_s=options.bytes_per_s,
             ranks=self.ranks, shards=self.placement, key_rule=options.key_rule,
             keyed_mirror_bytes=options.keyed_mirror_bytes, succession=take_over,
         )  # fmt: skip
+
+    def prepare(self, call: Callable[[Callable[[], Writer]], Future[Writer]]) -> None:
+        """Open a writer and take the store over by ``call``, in the background, unless that is done or under way."""
+        if self.opening is None and (self.current is None or not self.current.is_committer):
+            self.opening = call(self._take_over)
+
+    def wait(self) -> None:
+        """Wait for what `prepare` began, whatever it becomes."""
+        if self.opening is not None:
+            wait([self.opening])
+
+    def ready(self, call: Callable[[Callable[[], Writer]], Future[Writer]]) -> Writer:
+        """Return the current writer, once it has taken the store over: `prepare` it if need be, and wait.
+
+        The first requests of a save are those of its background: beginning it needs none. After an error call it again.
+        """
+        self.prepare(call)
+        self.wait()  # Ctrl-C does not end it
+        if self.opening is not None:
+            opening, self.opening = self.opening, None
+            self.current = opening.result()
+        assert self.current is not None  # else it was opened
+        return self.current
+
+    def _take_over(self) -> Writer:
+        writer = self._open(None) if self.current is None else self.current
+        writer.take_over()
+        together(self.ranks, lambda: len(writer.head_tables))
+        return writer
 
     def close(self) -> None:
         """Close the writer, if there is one."""

@@ -95,12 +95,29 @@ class Commit:
 
     # ---- the commit
 
+    def check_alone(self, user: Mapping[str, JsonValue]) -> None:
+        """Raise `BadInput` if the commit of a writer without other ranks lacks something. Blocks."""
+        self._follow_compactions()
+        self._staged.check_complete(user)
+
+    def _follow_compactions(self) -> None:
+        """Go on from what compactions have made of the chain since the save was begun, if this one reads the chain.
+
+        Blocks for a request; all ranks call it.
+        """
+        draft, state = self._staged.draft, self._state
+        if state.head.record.chain and (draft.kind == "baseline" or draft.is_one_shot):
+            state.follow()
+            draft.move_to(state.head.record)
+
     def run(self, user: Mapping[str, JsonValue] | None) -> int:
         """Commit with all ranks; returns the version, or raises as `Transaction.commit`. Blocks."""
         ranks = self._state.setup.ranks
         self._has_answered = True
         handed_over = False
         try:
+            if ranks.world > 1:
+                self._follow_compactions()
             answers = together(ranks, partial(self._write_share, user))
             handed_over = True
             outcome = rank_zero(ranks, partial(self._decide, answers, user))
@@ -177,7 +194,7 @@ class Commit:
         check_coverage(receipts, tables)
         l1 = max(state.head.record.checkpoint, draft.l0) + 1
         document = SegmentDocument(
-            format=MAJOR, txn=draft.txn, base=state.head.record.v,
+            format=MAJOR, txn=draft.txn, base=draft.base,
             kind=draft.kind, l0=draft.l0, l1=l1, step=draft.step,
             scalars=dict(self._staged.documents.scalars), **merge_receipts(receipts, base, tables, tensors),
         )  # fmt: skip

@@ -199,7 +199,7 @@ class StagedSegment:
         self.documents.write(out, base)
         receipt = out.finish(
             txn=self.draft.txn, rank=ranks.rank, world=ranks.world, attempt=self._attempt,
-            base=self._state.head.record.v, l0=self.draft.l0, parts=parts,
+            base=self.draft.base, l0=self.draft.l0, parts=parts,
             syncs=ranks.rank > 0,
         )  # fmt: skip
         for check in self.documents.checks:

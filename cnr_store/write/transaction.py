@@ -429,7 +429,7 @@ class Transaction:
         self._check_open()
         user = {**self._notes, **(user or {})}
         if self._state.setup.ranks.world == 1:
-            self._staged.check_complete(user)  # it can go on after that
+            self._commit.check_alone(user)  # it can go on after that
         self._ended = True
         return self._commit.run(user)
 

@@ -15,6 +15,7 @@ from cnr_store.errors import BadInput, CommitStateUnknown, DoesNotApply, SaveInP
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.limits import MAX_INTEGER
 from cnr_store.format.manifest import recorded_digest
+from cnr_store.format.records import TableSchema
 from cnr_store.read.plan import compare_digest, expected_digest
 from cnr_store.read.replay import named_rows
 from cnr_store.read.snapshot import Snapshot
@@ -100,6 +101,23 @@ class Writer(Closing):
                 version=self.head.record.v,
             )
         return self._state.snapshot
+
+    @property
+    def is_committer(self) -> bool:
+        """Whether this writer has taken over (`take_over`), or needed not to."""
+        return self._state.succession is None
+
+    @property
+    def head_tables(self) -> Mapping[str, TableSchema]:
+        """The head's tables, also of a head that was not restored: then reads its manifests once, and blocks for them.
+
+        None for a head that cannot be read: a baseline replaces it.
+
+        Raises
+        ------
+        StorageFailure
+        """
+        return self._state.head_tables
 
     @property
     def ranks(self) -> Ranks:
@@ -284,7 +302,9 @@ class Writer(Closing):
         self.mirrors.put_keyed(shard, keys, codes, digest)
 
     def begin(self, step: int, kind: CommitKind = "delta", *, base: Base = "head") -> Transaction:
-        """Start a transaction for training step ``step``; with several ranks, all of them do so. Blocks.
+        """Start a transaction for training step ``step``; of several ranks all do so, and it blocks for them.
+
+        It makes requests only where this writer has not taken over, or its mirrors are no longer the head's state.
 
         A delta becomes a baseline on an empty store, on a chain at its cap, if another rank asks for one, and where
         a table with one-dimensional slots is cut into other column shards: look at `Transaction.kind`.
@@ -333,9 +353,9 @@ class Writer(Closing):
             # What one rank does not know no rank may build on, or they would store different tables.
             if state.snapshot is not None:
                 state.forget()
-            state.catch_up()
-        elif kind == "baseline" or base == "baseline":
-            state.follow()
+            if not state.is_new:
+                state.catch_up()
+        state.is_new = False
         request, one_shot = requests[0], base == "baseline"
         draft = SegmentDraft.after(self.head.record, kind, step=request.step, txn=request.txn, one_shot=one_shot)
         transaction = Transaction(state, draft)

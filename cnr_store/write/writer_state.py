@@ -42,12 +42,14 @@ CommitKind = Literal["baseline", "delta"]
 class SegmentDraft:
     """The kind, step and name of a new segment, and the number ``keep`` of chain segments that it follows.
 
-    ``is_one_shot``: whether it takes the place of deltas. ``step`` alone may change.
+    ``base``: the version that it was begun on. ``is_one_shot``: whether it takes the place of deltas. The step may
+    change, and `move_to` what depends on the chain.
     """
 
     kind: CommitKind
     step: int
     txn: str
+    base: int
     segment: str
     keep: int
     l0: int
@@ -60,7 +62,12 @@ class SegmentDraft:
         keep = 0 if not is_delta else 1 if one_shot else len(head.chain)
         l0 = head.chain[keep - 1].l1 if is_delta else 0
         is_one_shot = is_delta and keep < len(head.chain)
-        return cls(kind, step, txn, segment_name(head.v, txn), keep, l0, is_one_shot)
+        return cls(kind, step, txn, head.v, segment_name(head.v, txn), keep, l0, is_one_shot)
+
+    def move_to(self, head: CommitRecord) -> None:
+        """Follow ``head``, which has the same state in other segments: those that compactions have put in the chain."""
+        moved = SegmentDraft.after(head, self.kind, step=self.step, txn=self.txn, one_shot=self.is_one_shot)
+        self.keep, self.l0 = moved.keep, moved.l0
 
 
 logger = logging.getLogger(__name__)
@@ -156,6 +163,8 @@ class WriterState:
         The transaction in the making, and the commit whose outcome is unknown.
     is_restored
         Whether nothing was committed since the last restore.
+    is_new
+        Whether nothing was begun: the head is what the writer found when it opened or took over.
     succession
         How the writer comes to its epoch, as long as it has none; None once it has.
     """
@@ -167,6 +176,7 @@ class WriterState:
     open: object | None = None
     pending: UnknownCommit | None = None
     is_restored: bool = False
+    is_new: bool = True
     succession: Succession | None = None
     _told: tuple[ChainEntry, Mapping[str, TableSchema]] | None = None
     _continued: int = 0

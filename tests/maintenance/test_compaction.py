@@ -305,6 +305,31 @@ def test_one_shot_deltas_go_on_from_a_compacted_baseline(store: Store) -> None:
     assert len(store.head().record.chain) == 2
 
 
+def test_a_compaction_behind_the_begin_of_a_save_is_gone_on_from(store: Store) -> None:
+    """A one-shot delta applied to no chain then; a baseline may need segments that are deleted meanwhile."""
+    training = Training(store)
+
+    def compact_and_delete() -> None:
+        assert compact_run(store, run=(0, 2)).outcome == "committed"
+        collect_garbage(
+            store, policy=RetentionPolicy(keep_last=1), grace_s=0, orphan_age_s=0, force=True, dry_run=False
+        )
+
+    with store.writer() as writer:
+        training.full(writer)
+        training.delta(writer)
+        training.delta(writer, base="baseline", before_commit=compact_and_delete)
+        assert len(store.head().record.chain) == 2
+        with writer.begin(training.step, "baseline"):
+            compact_and_delete()
+
+    snapshot = store.snapshot()
+    assert [entry.kind for entry in snapshot.record.chain] == ["baseline"]
+    assert snapshot.read_dense("bias").tobytes() == training.bias.tobytes()
+    for name, values in training.tables.items():
+        assert snapshot.table(name).read().tobytes() == values.tobytes()
+
+
 def test_a_tag_that_lands_meanwhile_is_kept(store: Store, training: Training) -> None:
     before = store.latest_version()
 

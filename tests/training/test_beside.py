@@ -130,6 +130,7 @@ def test_a_training_is_fenced_by_the_first_step_behind_a_restore(url: str) -> No
         manager.restore()
         second.train(5)
         manager.step()
+        manager.wait_until_finished()
         state, version = second.state(), manager.store.latest_version()
         first.train(5)
 
@@ -157,8 +158,9 @@ def test_of_two_that_restored_one_state_the_second_is_told_of_the_first(url: str
         before = files_of(url)
         second.train(3)
 
+        loser.step()
         with pytest.raises(Conflict, match="has continued from the state that was restored here") as told:
-            loser.step()
+            loser.wait_until_finished()
         with pytest.raises(Conflict, match="has continued from"):
             loser.save()
 
@@ -234,8 +236,9 @@ def test_a_version_that_expired_behind_its_restore_is_not_gone_on_from(url: str)
         collect_garbage(store, policy=RetentionPolicy(keep_last=1), dry_run=False)
         training.train(1)
 
+        manager.step()
         with pytest.raises(VersionExpired, match="restore another one"):
-            manager.step()
+            manager.wait_until_finished()
 
         manager.restore()
         go_on(training, manager, 3, 4)
@@ -278,8 +281,9 @@ def test_a_fence_whose_outcome_is_unknown_is_found_out(has_landed: bool, is_roll
         training.train(restored.step)
         head = store.latest_version()
         backend.is_armed, backend.takes = True, has_landed
+        manager.step()
         with pytest.raises(CommitStateUnknown):
-            manager.step()
+            manager.wait_until_finished()
         backend.is_armed = False
 
         manager.save()
@@ -315,8 +319,9 @@ def test_a_tag_of_unknown_outcome_is_not_taken_for_the_fence(monkeypatch: pytest
             return found
 
         monkeypatch.setattr(StoreInternals, "writable_head", tag_behind)
+        manager.step()
         with pytest.raises(CommitStateUnknown, match="earlier append"):
-            manager.step()
+            manager.wait_until_finished()
         backend.is_armed = False
 
         manager.save()
@@ -350,12 +355,18 @@ def test_all_ranks_go_on_or_are_told_who_did() -> None:
                 store.writer().close()
         manager._training.ranks.exchange(b"")
         told = []
-        for _ in range(2):
+        for act in (partial(step_until_told, manager), manager.save):
             training.train(2)
             with pytest.raises(Conflict, match="has continued from the state") as error:
-                manager.step() if not told else manager.save()
+                act()
             told.append(str(error.value))
+        steps = manager._training.ranks.exchange(str(manager.current_step).encode())
+        assert len(set(steps)) == 1
         return told
+
+    def step_until_told(manager: CheckpointManager) -> None:
+        while True:
+            manager.step()
 
     def resume(training: Training, manager: CheckpointManager) -> list[str]:
         manager.restore(step=1)

@@ -206,6 +206,7 @@ def test_a_fenced_training_saves_again_behind_a_restore_of_an_empty_store(backen
     store, training, manager = begun(backend)
     manager.restore()
     manager.step()
+    manager.wait_until_finished()
     store.writer()
     with pytest.raises(BackgroundSaveFailed):
         manager.save()
@@ -259,7 +260,8 @@ def test_an_interrupted_first_full_is_no_torn_one(backend: Backend) -> None:
     store, training, manager = begun(backend)
     training.train(0)
     manager.restore()
-    manager.step()  # takes the store over
+    manager.step()
+    manager.wait_until_finished()  # it has taken the store over
     tables = {"user.weight": training.model.user.weight, "item.weight": training.model.item.weight}
     expected = {name: weight.detach().clone() for name, weight in tables.items()}
     backend.gate.clear()

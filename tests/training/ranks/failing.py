@@ -21,6 +21,7 @@ from cnr_store import BadInput, Store
 from cnr_store.errors import BackgroundSaveFailed, StorageFailure, Unsupported
 from cnr_store.training import CheckpointManager
 from cnr_store.write.transaction import Transaction
+from tests.support.gated_storage import GatedStorage
 from tests.training.ranks.copies import EXACT, Run, spoiled
 from tests.training.ranks.scenarios import Place, WatchedStorage, scenario
 from tests.training.runs import assert_same
@@ -99,6 +100,28 @@ def a_failure_behind_the_training_is_told_to_all_at_the_same_step(place: Place) 
         assert manager.history[-1].step > 4
         assert place.gather([one.step for one in manager.history]) == 2 * [[one.step for one in manager.history]]
         manager.save()
+        assert_saved(place, run, manager)
+
+
+@scenario(1, 2)
+def no_step_of_a_rank_waits_for_the_storage(place: Place) -> None:
+    watched(place, "gated")
+    for policy, first in (("consecutive", 0), ("baseline", 6)):
+        storage = GatedStorage(place.url("gated"))
+        run = Run(place)
+        store = Store.open_on(storage, threads=1)
+        manager = run.manager(store, every_steps=2, policy=policy, first_baseline="live")
+        if first:
+            manager.restore()
+        for number in range(first, first + 6):
+            with storage.closed():
+                run.train(number, manager)
+            manager._saver.writer.wait()
+            manager._saver.background.read_error()
+            manager._saver.background.wait()
+            place.gather(None)
+        manager.save()
+        assert len(manager.history) >= 3
         assert_saved(place, run, manager)
 
 

@@ -39,6 +39,7 @@ PLAIN = {
     "another_number_of_readers_is_the_callers_matter": 2,
     "what_one_rank_cannot_write_no_rank_has_saved": 1,
     "a_failure_behind_the_training_is_told_to_all_at_the_same_step": 1,
+    "no_step_of_a_rank_waits_for_the_storage": 1,
     "what_one_rank_cannot_stage_no_rank_has_saved": 1,
     "a_rank_that_cannot_take_part_is_named": 1,
     "a_save_is_skipped_by_all_or_by_none": 1,
