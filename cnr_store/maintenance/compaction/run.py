@@ -114,15 +114,14 @@ def compact_run(
 ) -> CompactionReport:
     """Compact one run of the head's chain into one segment that reads bit-identically; commit it. Blocks.
 
-    Safe during saves, reads and other compactions. One call compacts one run. Memory: a few chunks per thread, and
-    the dense tensors of one state.
+    Safe during saves, reads and other compactions. One call compacts one run.
 
     Parameters
     ----------
     run
         Positions (start, stop) of the chain to compact, instead of the policy's choice.
 
-    Other parameters and errors are those of `cnr_store.compact`.
+    Other parameters, memory and errors are those of `cnr_store.compact`.
 
     Examples
     --------
