@@ -22,6 +22,9 @@ Result = torch.futures.Future[torch.Tensor]
 Messages = list[list[torch.Tensor]]
 """Tensors of each rank, by rank."""
 
+_OF_ITS_SIZE = ("residual", "error")
+"""What a hook holds back of a parameter, by the last part of its name in a rank's state: as many values."""
+
 
 class GradientHook(ABC):
     """A hook that reduces the gradients of one model, and counts the bytes that it gives to collectives.
@@ -75,6 +78,16 @@ class GradientHook(ABC):
 
     def load_rank_state(self, state: RankState) -> None:
         """See `CommunicationState`. The bytes are counted on."""
+        sizes = {name: parameter.numel() for parameter, name in self._names.items()}
+        for key, held in state.tensors.items():
+            name, _, what = key.rpartition("/")
+            found, size = held.value.numel(), sizes.get(name)
+            if sizes and what in _OF_ITS_SIZE and size != found:
+                raise BadInput(
+                    f"the saved {what} of {name!r} has {found} values, the model's parameter {size}; build the model "
+                    "as it was saved",
+                    expected=size, found=found,
+                )  # fmt: skip
         counts = (int(state.scalars[name]) for name in ("steps", "sent_bytes", "dense_bytes"))
         self._steps, self._sent_bytes, self._dense_bytes = counts
 

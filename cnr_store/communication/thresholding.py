@@ -176,17 +176,9 @@ class ThresholdedGradients(GradientHook):
 
     def load_rank_state(self, state: RankState) -> None:
         """See `CommunicationState`. The bytes are counted on."""
+        super().load_rank_state(state)
         values = {key: one.value for key, one in state.tensors.items()}
         residuals = {key.removesuffix("/residual"): one for key, one in values.items() if key.endswith("/residual")}
-        sizes = {name: parameter.numel() for parameter, name in self._names.items()}
-        for name, residual in residuals.items():
-            if (found := residual.numel()) != (size := sizes.get(name, found)):
-                raise BadInput(
-                    f"the saved residual of {name!r} has {found} values, the parameter {size}",
-                    expected=size,
-                    found=found,
-                )
-        super().load_rank_state(state)
         self._held = {name: _held(one, values[f"{name}/threshold"]) for name, one in residuals.items()}
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.parallel import DistributedDataParallel
 
 from cnr_store import Store, TableOptions
-from cnr_store.communication import Meter, ThresholdedGradients
+from cnr_store.communication import Meter, PowerSGD, ThresholdedGradients
 from cnr_store.errors import BadInput
 from cnr_store.training import CheckpointManager, PrecisionPolicy
 from tests.communication.conftest import RunRanks
@@ -196,3 +199,31 @@ def test_the_bytes_sent_are_metrics_of_each_save_and_count_on(run_ranks: RunRank
 def test_objects_that_cannot_be_told_apart_are_refused(tmp_path: Any, given: list[Any]) -> None:
     with pytest.raises(BadInput, match="communication="):
         CheckpointManager(str(tmp_path), model=torch.nn.Linear(2, 2), communication=given)
+
+
+def refused_of_other_models() -> list[str]:
+    """What hooks say of what was held back of a model with other parameters."""
+    told = []
+    kinds: list[Callable[[], ThresholdedGradients | PowerSGD]] = [
+        lambda: ThresholdedGradients(keep=0.1, warmup_steps=1),
+        lambda: PowerSGD(PowerSGDState(None, start_powerSGD_iter=2)),
+    ]
+    for make in kinds:
+        hook, another = make(), make()
+        model = DistributedDataParallel(nn.Linear(20, 20))
+        hook.register(model)
+        another.register(DistributedDataParallel(nn.Sequential(nn.Linear(20, 20))))
+        for _ in range(4):
+            model(torch.randn(4, 20)).square().sum().backward()
+        before = another.metrics()
+        with pytest.raises(BadInput) as refusal:
+            another.load_rank_state(hook.rank_state())
+        assert another.metrics() == before
+        told.append(str(refusal.value))
+    return told
+
+
+def test_what_was_held_back_of_other_parameters_is_refused(run_ranks: RunRanks) -> None:
+    (told,) = run_ranks(1, refused_of_other_models)
+
+    assert all("values, the model's parameter None; build the model" in one for one in told), told
