@@ -364,11 +364,14 @@ def test_a_save_that_cannot_follow_a_compaction_keeps_the_writers_state() -> Non
         with writer.begin(step) as txn:
             txn.write_rows("t", np.asarray([step]), values[[step]])
     assert compact_run(other, run=(0, 3)).outcome == "committed"
+    before, incomplete = writer.head.record.v, writer.begin(4, kind="baseline")
     # Behind the newest record and the one that is not there yet: the manifest of the compacted segment.
     fs.arm(Fault(FaultKind.FAIL_BEFORE, at=len(fs.calls) + 2))
 
-    before = writer.head.record.v
-    writer.begin(4, kind="baseline").abort()
+    with pytest.raises(BadInput):
+        incomplete.commit(user={"no JSON": object()})  # type: ignore[dict-item]
+    assert fs.hits
+    incomplete.abort()
     assert writer.head.record.v == before
     with writer.begin(4) as txn:
         txn.write_rows("t", np.asarray([0]), values[[3]])
@@ -377,13 +380,15 @@ def test_a_save_that_cannot_follow_a_compaction_keeps_the_writers_state() -> Non
 
 
 def test_a_save_whose_chain_was_compacted_away_is_not_called_corrupt() -> None:
-    """A one-shot delta reads which rows the chain changed: it raised MissingObject, "run `cnr verify`"."""
+    """A one-shot delta reads which rows the chain changed: it raised MissingObject, "run `cnr verify`".
+
+    It is so where the log cannot be read when the save asks it for compactions.
+    """
     files = IsolatedMemoryFileSystem()
     values = np.zeros((4, 2), np.float32)
-    store, other = (
-        Store.create_on(storage_from_filesystem(files, "/root"), threads=1),
-        Store.open_on(storage_from_filesystem(files, "/root"), threads=1),
-    )
+    other = Store.create_on(storage_from_filesystem(files, "/root"), threads=1)
+    fs = FaultyFileSystem(files)
+    store = Store.open_on(storage_from_filesystem(fs, "/root"), threads=1)
     writer = store.writer()
     with writer.begin(0) as txn:
         txn.write_table("t", values, options=TableOptions(scale=1.0))
@@ -398,6 +403,7 @@ def test_a_save_whose_chain_was_compacted_away_is_not_called_corrupt() -> None:
     assert compact_run(other, run=(1, 4)).outcome == "committed"
     policy = RetentionPolicy(keep_last=1)
     collect_garbage(other, policy=policy, grace_s=0.0, orphan_age_s=86_400.0, dry_run=False, force=True)
+    fs.arm(Fault(FaultKind.FAIL_BEFORE, at=len(fs.calls)))
     with pytest.raises(DoesNotApply, match="compacted and deleted"):
         txn.commit()
     txn.abort()
