@@ -119,7 +119,7 @@ def without_tables(model: ClickModel, group: dist.ProcessGroup | None = None) ->
     """Return a model of which DDP averages the dense part only."""
     # DDP looks a parameter of the outermost module up with a dot before its name, and once without.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["tables", ".tables"])
-    return DistributedDataParallel(model, process_group=group)
+    return DistributedDataParallel(model, process_group=group, forward_sync_buffers=False)
 
 
 def progress(*found: object) -> None:
