@@ -169,8 +169,8 @@ def compact(
     """Compact runs of the head's chain, one after the other, until the chain satisfies the policy. Blocks.
 
     Each run becomes one segment that reads the same, bit for bit. Safe during saves, reads and other compactions.
-    Memory: 256 MiB of decoded chunks that are needed again, the chunks in flight on each thread, and the dense tensors
-    of one state. Measured, of 300 tables with 390 million codes: 0.7 GB with one thread, 1.1 GB with eight.
+    Memory: on each thread at most 256 MiB of decoded chunks that are needed again, and those in flight; the dense
+    tensors of one state. Measured, of 300 tables with 390 million codes: 0.7 GB with one thread, 1.1 GB with eight.
 
     Parameters
     ----------

@@ -18,7 +18,7 @@ from cnr_store.format.records import WriterInfo
 from cnr_store.log.log_reader import LogEnd
 from cnr_store.log.rebase import draft_after, rebase_succession
 from cnr_store.maintenance.repair import return_to
-from cnr_store.runtime.ranks import Ranks, rank_zero, together
+from cnr_store.runtime.ranks import Ranks, rank_zero
 from cnr_store.segment.shards import Placement
 from cnr_store.store import Store
 from cnr_store.training.options import StoreOptions
@@ -147,7 +147,6 @@ class TrainingWriter:
     def open(self, take_over: TakeOver | None) -> Writer:
         """Close the current writer and return a new one; the caller makes it `current`. None is opening. Blocks."""
         self.close()
-        self.opening = None
         return self._open(take_over)
 
     def _open(self, take_over: TakeOver | None) -> Writer:
@@ -183,12 +182,12 @@ class TrainingWriter:
 
     def _take_over(self) -> Writer:
         writer = self._open(None) if self.current is None else self.current
-        writer.take_over()
-        together(self.ranks, lambda: len(writer.head_tables))
+        writer.prepare()
         return writer
 
     def close(self) -> None:
-        """Close the writer, if there is one."""
+        """Close the writer, if there is one, and forget what `prepare` began."""
+        self.opening = None
         if self.current is not None:
             self.current.close()
             self.current = None

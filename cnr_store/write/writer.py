@@ -15,7 +15,6 @@ from cnr_store.errors import BadInput, CommitStateUnknown, DoesNotApply, SaveInP
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.limits import MAX_INTEGER
 from cnr_store.format.manifest import recorded_digest
-from cnr_store.format.records import TableSchema
 from cnr_store.read.plan import compare_digest, expected_digest
 from cnr_store.read.replay import named_rows
 from cnr_store.read.snapshot import Snapshot
@@ -108,18 +107,6 @@ class Writer(Closing):
         return self._state.succession is None
 
     @property
-    def head_tables(self) -> Mapping[str, TableSchema]:
-        """The head's tables, also of a head that was not restored: then reads its manifests once, and blocks for them.
-
-        None for a head that cannot be read: a baseline replaces it.
-
-        Raises
-        ------
-        StorageFailure
-        """
-        return self._state.head_tables
-
-    @property
     def ranks(self) -> Ranks:
         """The group of ranks that write together."""
         return self._state.setup.ranks
@@ -148,6 +135,14 @@ class Writer(Closing):
             Call it again.
         """
         self._state.take_over()
+
+    def prepare(self) -> None:
+        """Take over, and read which tables a head has that was not restored: then `begin` makes no request.
+
+        All ranks call it. Blocks; raises what `take_over` does.
+        """
+        self.take_over()
+        together(self.ranks, lambda: len(self._state.head_tables))
 
     def restore(
         self,
