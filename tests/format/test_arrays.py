@@ -11,6 +11,7 @@ import pytest
 import zarr
 from hypothesis import given
 from hypothesis import strategies as st
+from zarr.registry import get_pipeline_class
 
 from cnr_store.errors import CorruptObject
 from cnr_store.format import arrays
@@ -86,6 +87,22 @@ def test_tensorstore_reads_the_same(tmp_path: Path, dtype: str, ndim: int, in_sh
     theirs = tensorstore.open(place, read=True).result().read().result()
 
     assert np.array_equal(theirs, zarr.open_array(str(tmp_path / "codes"), mode="r")[:])
+
+
+@pytest.mark.parametrize("in_shard", [1, 2])
+@pytest.mark.parametrize(("dtype", "ndim"), CASES)
+def test_zarrs_reads_the_same(tmp_path: Path, dtype: str, ndim: int, in_shard: int) -> None:
+    pytest.importorskip("zarrs")
+    values = make(dtype, ndim, 7)
+    entry = arrays.with_shards_of(arrays.describe("codes", values.shape, values.dtype, 3), in_shard)
+    put(tmp_path, write(entry, values))
+    expected = zarr.open_array(str(tmp_path / "codes"), mode="r")[:]
+
+    with zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"}):
+        assert get_pipeline_class().__name__ == "ZarrsCodecPipeline"
+        theirs = zarr.open_array(str(tmp_path / "codes"), mode="r")[:]
+
+    assert np.array_equal(theirs, expected)
 
 
 @pytest.mark.parametrize(("dtype", "ndim"), CASES)
