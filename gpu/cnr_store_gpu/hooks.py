@@ -182,20 +182,20 @@ class Following:
         """Follow the optimizer's steps; errors and warnings as ``RowTracker.attach_optimizer``."""
         stepped = SteppedTables(optimizer, self._by_weight)
         found = [
-            (watched, row_movement(optimizer, group, watched.weight, assume=self._assume))
+            (watched, row_movement(optimizer, group, assume=self._assume))
             for group, tables in stepped.groups
             for watched in tables
             if watched.weight is not None
         ]
         for watched, movement in found:
-            if not movement.is_known:
-                warn_caller(
-                    f"table {watched.table!r}: {movement.explanation}, and every save will be a baseline. "
-                    f"Say what it does with TrackingOptions(assume={{{type(optimizer).__name__!r}: 'touched'}}) (a "
-                    f"RowTracker takes Movement.TOUCHED), and check it with verify_rows=1000"
-                )
-            else:
+            if movement.is_known:
                 self._check_movement(watched, movement)
+        if unknown := [watched for watched, movement in found if not movement.is_known]:
+            warn_caller(
+                f"{_named(unknown)}: {found[0][1].explanation}, and every save will be a baseline. "
+                f"Say what it does with TrackingOptions(assume={{{type(optimizer).__name__!r}: 'touched'}}) (a "
+                f"RowTracker takes Movement.TOUCHED), and check it with verify_rows=1000"
+            )
         self.follows_steps = True
         self._stepped[id(optimizer)] = stepped  # which keeps the optimizer, so its id stays its own
         for watched, movement in found:
@@ -235,7 +235,7 @@ class Following:
         """``max_norm`` rewrites the rows in every forward, even in evaluation, and the padding row too."""
         if module.weight is not watched.weight:
             raise replaced(watched)
-        self.check_bypass(watched)
+        self.check_bypass([watched])
         watched.marked = True
         learns = torch.is_grad_enabled() and module.weight.requires_grad and module.training
         self.looked_up(watched, args[0] if args else kwargs["input"], learns=learns)
@@ -263,9 +263,9 @@ class Following:
         stepped = self._stepped[id(optimizer)]
         stepped.refresh()
         has_closure = _has_closure(args, kwargs)
-        for watched in written(stepped.tables):
-            self.check_bypass(watched)
+        self.check_bypass(stepped.tables)
         gradients: Gradients = []
+        dense_now: dict[str, list[TrackedTable]] = {}
         for group, tables in stepped.groups:
             key = _hyperparameters(group)
             for watched in tables:
@@ -281,10 +281,12 @@ class Following:
                     continue
                 movement = watched.movement
                 if key != watched.group_key or movement is None:
-                    movement = row_movement(optimizer, group, weight, assume=self._assume)
+                    movement = row_movement(optimizer, group, assume=self._assume)
                     watched.group_key = key
-                if movement is not watched.followed:
-                    self.follow_movement(watched, movement)
+                if movement is not watched.followed and self.follow_movement(watched, movement):
+                    dense_now.setdefault(movement.explanation, []).append(watched)
+        for explanation, tables in dense_now.items():
+            warn_caller(f"{_named(tables)}: {explanation} now; every row is saved from here on")
         self._mark_gradients(stepped, gradients)
         stepped.moving = stepped.tables if has_closure else [watched for watched, _ in gradients]
         if has_closure:  # which may be called several times, with other gradients than the last
@@ -339,15 +341,14 @@ class Following:
 
     # ---- what the rows' movement asks for
 
-    def follow_movement(self, watched: TrackedTable, movement: RowMovement) -> None:
-        """Note what the present step moves beyond its rows."""
+    def follow_movement(self, watched: TrackedTable, movement: RowMovement) -> bool:
+        """Note what the present step moves beyond its rows. Return True if it is every row, and was not before."""
         before = watched.movement
         watched.movement = movement
-        if movement.rows is Movement.ALL and before is not None and before.rows is not Movement.ALL:
-            warn_caller(f"table {watched.table!r}: {movement.explanation} now; its saves are full from here on")
         if movement.rows is Movement.EVER_TOUCHED and not watched.keeps_ever:
             self.keep_ever(watched)
         watched.reach, watched.followed = max(watched.reach, movement.rows), movement
+        return movement.rows is Movement.ALL and before is not None and before.rows is not Movement.ALL
 
     def keep_ever(self, watched: TrackedTable) -> None:
         """Remember every row that is ever taken, and find those that already move."""
@@ -371,32 +372,36 @@ class Following:
         watched.marked = True
         watched.bitmap.mark_all(watched.table)
 
-    def check_bypass(self, watched: TrackedTable) -> None:
-        """Mark the whole table, and warn or raise, if its weights changed and nothing explains it.
+    def check_bypass(self, tables: Sequence[TrackedTable]) -> None:
+        """Mark whole tables, and warn or raise, if their weights changed and nothing explains it.
 
         Compares numbers that the host keeps; waits for no device.
         """
-        now = stamp_of(watched.weight)
-        if now == watched.stamp or watched.has_source:
+        found = [one for one in written(tables) if self._is_bypassed(one)]
+        if not found:
             return
-        expected = watched.declared or self._explains_writes(watched)
-        watched.stamp, watched.declared = now, False
-        if expected:
-            return
-        self.mark_all(watched)
+        for watched in found:
+            self.mark_all(watched)
         message = (
-            f"table {watched.table!r} was written by something that no hook saw (loading, clipping, "
-            f"an optimizer that is not attached, a replaced tensor)"
+            f"{_named(found)}: written by something that no hook saw (loading, clipping, an optimizer that is not "
+            f"attached, a replaced tensor)"
         )
         if self._on_bypass == "raise":
             raise BadInput(
                 f"{message}; call mark(table, ids) or mark_all(table) where it is written, or reset() after a restore",
-                table=watched.table,
+                table=found[0].table,
             )
         warn_caller(
-            f"{message}; all its rows count as changed. Where the writer knows its rows, call mark(table, ids) of the "
+            f"{message}; all rows count as changed. Where the writer knows its rows, call mark(table, ids) of the "
             "tracker (manager.tracker), so that only those do"
         )
+
+    def _is_bypassed(self, watched: TrackedTable) -> bool:
+        if watched.has_source:
+            return False
+        expected = watched.declared or self._explains_writes(watched)
+        watched.stamp, watched.declared = stamp_of(watched.weight), False
+        return not expected
 
     def _explains_writes(self, watched: TrackedTable) -> bool:
         if watched.optimizer is not None:
@@ -410,6 +415,14 @@ class Following:
         # If nothing reports updates, each of them looks like this; it is a bypass only if nothing was
         # marked either.
         return any(one.marked or self._ledger.saw(one.place) for one in group)
+
+
+def _named(tables: Sequence[TrackedTable]) -> str:
+    names = [one.table for one in tables]
+    if len(names) == 1:
+        return f"table {names[0]!r}"
+    few = ", ".join(map(repr, names[:5]))
+    return f"{len(names)} tables, {few}{f' and {len(names) - 5} more' * (len(names) > 5)}"
 
 
 def _outside_graphs(hook: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:

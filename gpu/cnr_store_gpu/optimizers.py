@@ -164,21 +164,17 @@ def _rule_of(cls: type) -> _Rule | None:
 def row_movement(
     optimizer: torch.optim.Optimizer,
     param_group: Group,
-    param: torch.Tensor,
     *,
     assume: Mapping[str, Movement] | None = None,
 ) -> RowMovement:
-    """Return which rows of ``param`` a step of ``optimizer`` changes. No side effects.
+    """Return which rows of the tables in ``param_group`` a step of ``optimizer`` changes. No side effects.
 
     Parameters
     ----------
     optimizer
         Any torch optimizer.
     param_group
-        The group that holds ``param``, with its present hyperparameters (schedulers change them: ask at
-        each step).
-    param
-        The table's weights ``(num_rows, dim)``.
+        With its present hyperparameters (schedulers change them: ask at each step).
     assume
         The caller's word for optimizers that are not known here, by class name. Weight decay still means ALL.
 
@@ -188,19 +184,18 @@ def row_movement(
         For an unknown optimizer ALL, with ``is_known`` False: saving too much is safe, too little is not.
     """
     cls = type(optimizer)
-    who = f"{cls.__name__} on a table of {param.shape[0]} rows"
     rule = _rule_of(cls)
     if rule is not None:
         weights, slots, why = rule(param_group)
-        return RowMovement(weights, slots, f"{who}: {why}")
+        return RowMovement(weights, slots, f"{cls.__name__}: {why}")
     if assume is not None and cls.__name__ in assume:
         movement = assume[cls.__name__]
         if _decays(param_group):
             weights, slots, why = _everything(param_group)
-            return RowMovement(weights, slots, f"{who}: {why}")
-        return RowMovement(movement, movement, f"{who}: the caller said {movement.name}")
+            return RowMovement(weights, slots, f"{cls.__name__}: {why}")
+        return RowMovement(movement, movement, f"{cls.__name__}: the caller said {movement.name}")
     why = "its step is not known here, so every row may move"
-    return RowMovement(Movement.ALL, Movement.ALL, f"{who}: {why}", is_known=False)
+    return RowMovement(Movement.ALL, Movement.ALL, f"{cls.__name__}: {why}", is_known=False)
 
 
 _WRAPPERS = {"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"}

@@ -215,7 +215,7 @@ class RowTracker:
         watched = self._tables.find(name)
         tensor = tensor_of(name, ids)
         if not torch.compiler.is_compiling():
-            self._following.check_bypass(watched)
+            self._following.check_bypass([watched])
         self._following.looked_up(watched, tensor, learns=learns)
 
     def lookup_slices(
@@ -244,8 +244,7 @@ class RowTracker:
         tensor = tensor_of(", ".join(names), ids)
         bounds = bounds_of(ends, len(slices.places), tensor.numel(), slices.words.device)
         if not torch.compiler.is_compiling():
-            for name in dict.fromkeys(names):
-                self._following.check_bypass(self._tables.find(name))
+            self._following.check_bypass([self._tables.find(name) for name in dict.fromkeys(names)])
         operators.mark_slices(slices.words, tensor, bounds, slices.first_words, slices.num_rows)
         if learns:
             counts, key, is_traced = self._ledger.counts, self._ledger.key, torch.compiler.is_compiling()
@@ -365,8 +364,8 @@ class RowTracker:
         for table, sources in self._sources.items():
             for source in sources:
                 self.bitmap.of(table).mark(table, source.take())
-        for watched in written(list(self._tables)):
-            self._following.check_bypass(watched)
+        if changed := written(list(self._tables)):
+            self._following.check_bypass(changed)
         for watched in self._tables:
             # A write that left the version alone (through `.data`) must not excuse one of a later interval.
             watched.declared = False

@@ -136,9 +136,9 @@ SPARSE: dict[str, tuple[Make, Movement, Movement | None]] = {
 def test_dense_step_changes_exactly_the_rows_of_its_class(name: str) -> None:
     make, weights, slots = DENSE[name]
 
-    optimizer, weight, changed, moved = train(make)
+    optimizer, _, changed, moved = train(make)
 
-    said = row_movement(optimizer, optimizer.param_groups[0], weight)
+    said = row_movement(optimizer, optimizer.param_groups[0])
     assert said.is_known
     assert said.weights is weights
     assert changed == ROWS[weights]
@@ -154,9 +154,9 @@ def test_dense_step_changes_exactly_the_rows_of_its_class(name: str) -> None:
 def test_sparse_step_changes_exactly_the_rows_of_its_class(name: str) -> None:
     make, weights, slots = SPARSE[name]
 
-    optimizer, weight, changed, moved = train(make, sparse=True)
+    optimizer, _, changed, moved = train(make, sparse=True)
 
-    said = row_movement(optimizer, optimizer.param_groups[0], weight)
+    said = row_movement(optimizer, optimizer.param_groups[0])
     assert said.weights is weights
     assert changed == ROWS[weights]
     if slots is not None:
@@ -164,10 +164,10 @@ def test_sparse_step_changes_exactly_the_rows_of_its_class(name: str) -> None:
 
 
 def test_lbfgs_is_taken_for_all_rows() -> None:
-    optimizer, weight, changed, _ = train(lambda p: optim.LBFGS(p, lr=0.1, max_iter=2))
+    optimizer, _, changed, _ = train(lambda p: optim.LBFGS(p, lr=0.1, max_iter=2))
 
     assert changed
-    assert row_movement(optimizer, optimizer.param_groups[0], weight).rows is A
+    assert row_movement(optimizer, optimizer.param_groups[0]).rows is A
 
 
 def test_every_optimizer_of_torch_is_known() -> None:
@@ -176,7 +176,7 @@ def test_every_optimizer_of_torch_is_known() -> None:
     for name in names:
         parameter = torch.nn.Parameter(torch.zeros(3, 2))
         optimizer = getattr(optim, name)([parameter])
-        if not row_movement(optimizer, optimizer.param_groups[0], parameter).is_known:
+        if not row_movement(optimizer, optimizer.param_groups[0]).is_known:
             unknown.append(name)
 
     assert unknown == []
@@ -184,27 +184,27 @@ def test_every_optimizer_of_torch_is_known() -> None:
 
 @pytest.mark.parametrize("make", [RowWiseAdagrad, lambda p: OwnStep(p, lr=0.1)])
 def test_unknown_step_is_taken_for_all_rows(make: Make) -> None:
-    optimizer, weight, _, _ = train(make)
+    optimizer, _, _, _ = train(make)
 
-    said = row_movement(optimizer, optimizer.param_groups[0], weight)
+    said = row_movement(optimizer, optimizer.param_groups[0])
 
     assert (said.rows, said.is_known) == (A, False)
     assert type(optimizer).__name__ in said.explanation
 
 
 def test_caller_says_what_an_unknown_optimizer_does() -> None:
-    optimizer, weight, changed, moved = train(RowWiseAdagrad)
+    optimizer, _, changed, moved = train(RowWiseAdagrad)
 
-    said = row_movement(optimizer, optimizer.param_groups[0], weight, assume={"RowWiseAdagrad": T})
+    said = row_movement(optimizer, optimizer.param_groups[0], assume={"RowWiseAdagrad": T})
 
     assert (said.rows, said.is_known) == (T, True)
     assert changed == moved == ROWS[T]
 
 
 def test_weight_decay_overrules_what_the_caller_says() -> None:
-    optimizer, weight, changed, _ = train(lambda p: RowWiseAdagrad(p, weight_decay=0.1))
+    optimizer, _, changed, _ = train(lambda p: RowWiseAdagrad(p, weight_decay=0.1))
 
-    said = row_movement(optimizer, optimizer.param_groups[0], weight, assume={"RowWiseAdagrad": T})
+    said = row_movement(optimizer, optimizer.param_groups[0], assume={"RowWiseAdagrad": T})
 
     assert said.rows is A
     assert changed == ROWS[A]
@@ -214,7 +214,7 @@ def test_each_group_is_judged_by_its_own_hyperparameters() -> None:
     one, two = torch.nn.Parameter(torch.zeros(3, 2)), torch.nn.Parameter(torch.zeros(3, 2))
     optimizer = optim.AdamW([{"params": [one], "weight_decay": 0.0}, {"params": [two]}])
 
-    said = [row_movement(optimizer, group, group["params"][0]).rows for group in optimizer.param_groups]
+    said = [row_movement(optimizer, group).rows for group in optimizer.param_groups]
 
     assert said == [E, A]
 
@@ -223,7 +223,7 @@ def test_hyperparameters_given_as_tensors_are_read() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3, 2))
     optimizer = optim.Adam([parameter], lr=torch.tensor(0.1), weight_decay=0.5)
 
-    assert row_movement(optimizer, optimizer.param_groups[0], parameter).rows is A
+    assert row_movement(optimizer, optimizer.param_groups[0]).rows is A
 
 
 SLOTS: dict[str, tuple[Make, set[str], set[str]]] = {

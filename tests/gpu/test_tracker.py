@@ -474,7 +474,7 @@ def test_weight_decay_switched_on_for_one_group_moves_its_tables_whole() -> None
         optimizer.param_groups[1]["weight_decay"] = torch.tensor(decay)
         (model["a"](ids(1)) * model["b"](ids(2))).sum().backward()
         if decay:
-            with pytest.warns(RuntimeWarning, match="full from here on"):
+            with pytest.warns(RuntimeWarning, match="every row is saved from here on"):
                 optimizer.step()
         else:
             optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -64,7 +65,7 @@ def test_weight_decay_that_comes_and_goes_within_an_interval_is_seen() -> None:
     tracker = RowTracker(model, optimizers=[optimizer])
     optimizer.param_groups[0]["weight_decay"] = 0.1
 
-    with pytest.warns(RuntimeWarning, match="full from here on"):
+    with pytest.warns(RuntimeWarning, match="every row is saved from here on"):
         learn(model, optimizer, ids(5))
     optimizer.param_groups[0]["weight_decay"] = 0.0
     learn(model, optimizer, ids(6))
@@ -334,3 +335,43 @@ def test_slots_and_movement_come_from_the_attached_optimizer() -> None:
     assert tracker.slots("weight")["sum"] is optimizer.state[model.weight]["sum"]
     assert tracker.weights["weight"] is model.weight
     assert RowTracker(nn.Embedding(2, 2)).slots("weight") == {}
+
+
+class OwnStep(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+
+
+@pytest.mark.parametrize(
+    ("happens", "of", "about"),
+    [
+        ("an unknown optimizer", "12 tables, '0.weight', .* and 7 more: OwnStep: its step is not known", "'touched'"),
+        ("a write", "12 tables, '0.weight', .* and 7 more: written by something that no hook saw", "mark"),
+        (
+            "weight decay",
+            "12 tables, '0.weight', .* and 7 more: SGD: weight_decay=0.1 moves .* now",
+            "every row is saved",
+        ),
+    ],
+)
+def test_what_happens_to_many_tables_is_one_warning(happens: str, of: str, about: str) -> None:
+    """A regression: a model of 300 tables got 300 warnings."""
+    model = nn.ModuleList(nn.Embedding(20, 3) for _ in range(12))
+    optimizer = (OwnStep if happens == "an unknown optimizer" else torch.optim.SGD)(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        tracker = RowTracker(model, optimizers=[optimizer])
+        if happens == "a write":
+            model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+        if happens == "weight decay":
+            optimizer.param_groups[0]["weight_decay"] = 0.1
+        optimizer.zero_grad()
+        sum(one(ids(1)).sum() for one in model).backward()
+        optimizer.step()
+        taken(tracker)
+
+    with pytest.warns(RuntimeWarning) as warned:
+        train()
+    (message,) = [str(one.message) for one in warned]
+    assert re.match(of, message)
+    assert about in message
