@@ -257,7 +257,7 @@ def measure_training(
         NEVER[1]: Cnr(BITS),
         "a save of every step": Cnr(BITS, every_steps=1),
         "every step, those that come while one is written in the next": Cnr(BITS, every_steps=1, when_busy="later"),
-        f'every_steps="auto", {AUTO:.0%}': Cnr(BITS, every_steps="auto", overhead=AUTO),
+        AUTO_NAME: Cnr(BITS, every_steps="auto", overhead=AUTO),
     }
     sides = {name: Side(make(), store) for name, store in stores.items()}
     try:
@@ -265,13 +265,16 @@ def measure_training(
             if side.store is not None:
                 side.store.open(place, side.training.state)
             _warm_up(side)
-        auto = list(sides.values())[-1].store
+        auto = sides[AUTO_NAME].store
         assert auto is not None
         assert auto.manager is not None
         interval = auto.manager.rate.interval
         assert interval is not None
-        # As many of its saves in each block, if the blocks do not become much longer.
+        # As many of its saves in each block, if the blocks do not become much longer. They begin between two saves:
+        # a training that goes on does not wait for its last save, as a block with a save at its end would.
         block = min(4 * block, interval.every_steps * math.ceil(block / interval.every_steps))
+        auto.manager.save()
+        run(sides[AUTO_NAME].training, auto, interval.every_steps // 2)
         before = {name: side.saves() for name, side in sides.items()}
         found = harness.alternating({name: partial(side.block, block) for name, side in sides.items()}, repeats)
         _report_training(
@@ -296,6 +299,7 @@ def _warm_up(side: Side) -> None:
 
 
 NEVER = ("no manager", "never saves")
+AUTO_NAME = f'every_steps="auto", {AUTO:.0%}'
 TRAINING_COLUMNS = (
     "training", "steps per s", "steps per CPU s", "lost, time", "lost, CPU time", "saves per hour",
     "a crash loses at most",
@@ -320,7 +324,7 @@ def _report_training(
             f"{2 * trained / saves[name]:.0f} steps" if saves[name] else loses,
         ])  # fmt: skip
         report.timings(f"{what}: {name}", timings)
-        if "auto" in name:
+        if name == AUTO_NAME:
             report.add(f"{what}: auto, lost time", lost[0], unit="%", goal=100 * AUTO)
             report.add(f"{what}: auto, lost CPU time", lost[1], unit="%", goal=100 * AUTO)
     report.table(
