@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from cnr_store.format import records
+from cnr_store.format import fields, records
 
 FOLDER = Path(__file__).parent / "schemas"
 DOCUMENTS = {
@@ -37,12 +37,14 @@ def schema(name: str) -> dict[str, Any]:
 
 
 def _cleaned(value: Any) -> Any:
-    """Return a schema whose descriptions are without the indentation of the source, which Python 3.13 leaves out."""
+    """Return a schema without what is Python's: descriptions that are indented (not in 3.13), ends of patterns."""
     if isinstance(value, dict):
         return {
             key: inspect.cleandoc(item) if key == "description" and isinstance(item, str) else _cleaned(item)
             for key, item in value.items()
         }
+    if isinstance(value, str):
+        return value.replace(fields.END, "$")
     return [_cleaned(item) for item in value] if isinstance(value, list) else value
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 import zstandard
-from jsonschema import Draft202012Validator, validators
+from jsonschema import Draft202012Validator, ValidationError, validators
 
 OPERATIONS = ("add", "set", "delete", "escape")
 STORED_AS = {"bfloat16": "uint16", "bool": "uint8"}
@@ -50,8 +50,19 @@ def fill_in(validator, rules, document, schema):  # [3.1] CNR-DOC-5
     yield from Draft202012Validator.VALIDATORS["properties"](validator, rules, document, schema)
 
 
+def full_match(_, pattern, text, __):  # in Python $ also matches before a last line feed
+    if isinstance(text, str) and not re.fullmatch(pattern, text):
+        yield ValidationError(f"{text!r} does not match {pattern}")
+
+
+def at_most_bytes(_, limit, name, __):  # CNR-LAY-2
+    if isinstance(name, str) and len(name.encode()) > limit:
+        yield ValidationError(f"a name of more than {limit} bytes")
+
+
+RULES = {"properties": fill_in, "pattern": full_match, "maxLength": at_most_bytes}
 INTEGER = Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)  # 1.0 is none
-Schema = validators.extend(Draft202012Validator, {"properties": fill_in}, type_checker=INTEGER)  # fills in defaults
+Schema = validators.extend(Draft202012Validator, RULES, type_checker=INTEGER)
 SCHEMAS = {p.stem: Schema(json.loads(p.read_text())) for p in Path(__file__).parents[1].glob("schemas/*")}
 
 
@@ -71,7 +82,8 @@ def parse(data, kind, where, schema=None):
     depth = max(accumulate((1 if bracket in b"[{" else -1 for bracket in brackets), initial=0))
     need(depth <= 64, kind, f"{where}: {depth} levels")  # [3.6]
     try:
-        document = json.loads(data, parse_constant=lambda name: need(False, kind, f"{where}: {name}"))
+        document = json.loads(data.decode())
+        json.dumps(document, ensure_ascii=False, allow_nan=False).encode()  # finite; no half of a surrogate pair
     except ValueError as error:
         raise Refused(kind, f"{where}: {error}") from error
     need(isinstance(document, dict) and (schema is None or SCHEMAS[schema].is_valid(document)), kind, where)

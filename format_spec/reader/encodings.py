@@ -1,7 +1,6 @@
 """The arithmetic of the independent reader: stored numbers to integers, codes to floats, and the factors of digests."""
 
 import hashlib
-import math
 
 import numpy as np
 
@@ -14,7 +13,7 @@ CARRIER = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 def unpack(data, count, dtype):  # [4.2] CNR-SEG-6: planes of digits, the top one first; middle, bases
     chunk, values, start = np.frombuffer(data, np.uint8), np.zeros(count, dtype), 0
     for base in (int(byte) or 256 for byte in chunk[-8:] if byte != 1):
-        per_byte = int(math.log(256, base) + 1e-9)
+        per_byte = max(most for most in range(1, 9) if base**most <= 256)
         stop = start + -(-count // per_byte)
         need(stop <= len(chunk) - 9, "corrupt_object", "digits that have no room")
         digits = np.arange(256) // base ** np.arange(per_byte)[:, None] % base - base // 2  # of each byte

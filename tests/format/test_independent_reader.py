@@ -7,15 +7,18 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cnr_store import Store, TableOptions, Writer, repair_store
+from cnr_store.errors import CorruptRecord
 from cnr_store.format.documents import pack, unpack
 from cnr_store.format.layout import commit_key
 from cnr_store.relay.relay import Relay
@@ -159,6 +162,39 @@ def test_both_readers_take_a_record_that_is_too_long_for_torn(tmp_path: Path) ->
     with (root / commit_key(torn)).open("r+b") as file:
         file.truncate(65_537)  # all that counts of it
     assert compare(root) > 0
+
+
+@pytest.mark.parametrize(
+    ("written", "is_canonical"),
+    [
+        ("18446744073709551616", True),
+        ("5e-324", True),
+        ("1e23", True),
+        ('"\u2028\x7f"', True),
+        ("-0", False),
+        ("4.9e-324", False),
+        ("1e400", False),
+        ("1e+16", False),
+        (r'"\/"', False),
+        (r'"\u007f"', False),
+        (r'"\ud800"', False),
+    ],
+)
+def test_both_readers_take_the_same_texts_and_numbers_as_canonical(
+    written: str, is_canonical: bool, tmp_path: Path
+) -> None:
+    root = shutil.copytree(ROOT / "format_spec" / "golden" / "affine" / "store", tmp_path / "store")
+    path = max((root / "commits").iterdir())
+    text = path.read_text().replace('"user":{}', f'"user":{{"note":{written}}}')
+    check = json.loads(text)["check"]
+    path.write_text(text.replace(check, xxhash.xxh3_128_hexdigest(text.replace(check, "").encode())))
+
+    with Store.open(str(root), threads=1) as store, nullcontext() if is_canonical else pytest.raises(CorruptRecord):
+        store.record(int(path.stem))
+    with nullcontext() if is_canonical else pytest.raises(cnr_read.Refused) as refused:
+        cnr_read.Store(root)
+
+    assert is_canonical or refused.value.args[0] == "corrupt_record"
 
 
 OPTIONS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,11 @@ def load(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", sorted(generate_schemas.DOCUMENTS))
 def test_the_published_schema_is_that_of_the_type(name: str) -> None:
     assert (generate_schemas.FOLDER / f"{name}.json").read_text() == generate_schemas.text(name)
+
+
+@pytest.mark.parametrize("name", sorted(generate_schemas.DOCUMENTS))
+def test_patterns_of_schemas_are_without_look_around(name: str) -> None:
+    assert not re.findall(r'"pattern": ".*\(\?.*"', generate_schemas.text(name))
 
 
 def test_there_is_no_other_schema() -> None:
