@@ -17,7 +17,7 @@ from cnr_store.types import RowIds
 
 OLDEST_SHARE = 1 / 8
 """The share of an update's bytes for the rows that have waited longest. If rows of B bytes wait when a row begins to
-wait, it goes out at the latest after ``B / (OLDEST_SHARE * bytes of an update)`` updates, rounded up."""
+wait, it goes out at the latest after ``B / (OLDEST_SHARE * bytes for rows in an update)`` updates, rounded up."""
 
 
 @dataclass(frozen=True, slots=True)

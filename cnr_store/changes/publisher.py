@@ -6,8 +6,8 @@ The checkpoints keep every changed row: what a row would lose by waiting would b
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from cnr_store.changes.cursor import ChangeCursor
 from cnr_store.changes.priority import WaitingRows, choose_rows
 from cnr_store.changes.stream import ChangeStream, changes
 from cnr_store.encodings.widths import from_float32, to_float32
-from cnr_store.errors import BadInput, Unsupported
+from cnr_store.errors import BadInput, CursorExpired, StoreExists, Unsupported
 from cnr_store.format.manifest_state import is_same_tensor
 from cnr_store.format.records import TableSchema
 from cnr_store.read.snapshot import Snapshot
@@ -48,6 +48,9 @@ FIRST_BYTES_PER_ELEMENT = 1.0
 _LEAST_FOR_ROWS = 1 / 8
 """The share of the limit that rows get however large the dense tensors are."""
 
+_NOTE = "published"
+"""The entry of a record's ``user`` that names the store and the version that were published."""
+
 _OF_TRAINING = ("optimizer/", "rank/", "communication/")
 """What the names of dense tensors begin with that only a training needs."""
 
@@ -61,8 +64,8 @@ class PublishReport(ShownReport):
     version, source_version, step
         The version that was written, the version of the source that was newest then, and its training step.
     kind
-        ``delta`` within the limit, or ``baseline`` with all rows: the first one, and where a table is new or stored in
-        another way.
+        ``delta`` within the limit, or ``baseline`` with all rows: the first one, where a table is new or stored in
+        another way, and every 64th update of a target that is not compacted meanwhile.
     rows, waiting_rows
         Rows that were written (of whole tables all), and rows that differ from the source's and wait.
     oldest_updates
@@ -98,11 +101,13 @@ class PriorityPublisher(Closing):
     source
         The store that is published; an open `Store`, read only.
     target
-        The store to write; this publisher is its only writer. `Store.create` makes one.
+        The store to write: empty (`Store.create`), or published before from this source. The publisher is its only
+        writer.
     bytes_per_update
-        The limit for the segment of an update. Bytes of rows are estimated from the updates before; what one update
-        takes too much or leaves, the next one leaves or takes, up to once the limit. Dense tensors count, and go out
-        with each update; rows get at least an eighth of the limit.
+        The limit for the segment of an update, on average. Bytes of rows are estimated from the updates before; what
+        one update takes too much, later ones leave, and what it leaves, they take, up to once the limit. Dense tensors
+        that changed count, and go out whole; rows get at least an eighth of the limit beside them, and an update has at
+        least one row. Its documents take 2 kB. A `baseline` has no limit.
     tables
         The tables to publish; None is all. Dense tables of a lattice or of ``float_bits``.
     dense
@@ -111,6 +116,8 @@ class PriorityPublisher(Closing):
     Raises
     ------
     BadInput
+    StoreExists
+        The target has a state that is not published from this source.
     ReadOnlyStore, Conflict, StorageFailure
         The target cannot be written.
 
@@ -149,6 +156,7 @@ class PriorityPublisher(Closing):
         self._source = source
         self._tables = None if tables is None else frozenset(tables)
         self._dense = None if dense is None else frozenset(dense)
+        _check_published(target, source)
         self._writer = target.writer()
         self._writer.restore()
         self._cursor: ChangeCursor | None = None
@@ -169,7 +177,9 @@ class PriorityPublisher(Closing):
     def advance(self) -> list[PublishReport]:
         """Publish each new version of the source, and return a report of each. Blocks.
 
-        Without a new version it publishes rows that wait, if there are any. After an error the next call goes on.
+        Without a new version it publishes rows that wait, if there are any. After an error the next call goes on,
+        except after `Fenced`. If it was away for so long that the source has deleted what changed since, or if the
+        target was rolled back, it compares both stores once, as a new publisher does.
 
         Raises
         ------
@@ -177,32 +187,63 @@ class PriorityPublisher(Closing):
             A table is hashed, or stored without differences (affine, raw): leave it out by ``tables``.
         Fenced, Conflict
             Another process writes the target.
-        CursorExpired, CorruptStore, StorageFailure
+        CorruptStore, StorageFailure
         """
-        self._writer.settle()
-        with ExitStack() as stack:
-            stream = changes(self._source, self._cursor, tables=self._tables)
-            stack.callback(stream.close)
-            reports = list(self._publish(stream))
-        if not reports and self.waiting_rows and self._cursor is not None:
-            reports.append(self._write(self._source.snapshot(self._cursor.version), set()))
-        return reports
+        try:
+            return self._advanced()
+        except CursorExpired:
+            self._cursor = None
+            return self._advanced()
 
-    def follow(self, *, poll_interval_s: float = 0.5) -> Iterator[PublishReport]:
+    def follow(self, *, poll_interval_s: float = 0.5, quiet_s: float = 60.0) -> Iterator[PublishReport]:
         """Publish each version of the source as it comes, and yield a report of each; close the iterator to end.
 
         Errors are those of `advance`. Memory: a copy of the source's tables.
+
+        Parameters
+        ----------
+        poll_interval_s
+            Seconds between two looks for a new version.
+        quiet_s
+            Seconds without an update after which rows that wait go out without a new version, within the limit of an
+            update each time. Give about the time between two saves.
         """
         checked_number("poll_interval_s", poll_interval_s, above=0, most=1e9)
+        checked_number("quiet_s", quiet_s, above=0, most=1e9)
+        while True:
+            try:
+                with self._opened("memory") as stream:
+                    yield from self._followed(stream, poll_interval_s, quiet_s)
+            except CursorExpired:
+                self._cursor = None
+
+    def _advanced(self) -> list[PublishReport]:
+        with self._opened("none") as stream:
+            return list(self._publish(stream)) or self._publish_waiting()
+
+    def _followed(self, stream: ChangeStream, poll_interval_s: float, quiet_s: float) -> Iterator[PublishReport]:
+        updated_s = time.monotonic()
+        while True:
+            for report in self._publish(stream):
+                yield report
+                updated_s = time.monotonic()
+            if time.monotonic() - updated_s >= quiet_s:
+                yield from self._publish_waiting()
+                updated_s = time.monotonic()
+            time.sleep(poll_interval_s)
+
+    def _opened(self, mirror: Literal["none", "memory"]) -> ChangeStream:
+        """Return a stream of what is newer at the source; of its whole state if the target's is not known."""
         self._writer.settle()
-        stream = changes(
-            self._source, self._cursor, tables=self._tables, follow=True, poll_interval_s=poll_interval_s,
-            mirror="memory",
-        )  # fmt: skip
-        try:
-            yield from self._publish(stream)
-        finally:
-            stream.close()
+        if not self._writer.is_synced:
+            self._writer.restore()
+            self._cursor, self._waiting = None, {}
+        return changes(self._source, self._cursor, tables=self._tables, mirror=mirror)
+
+    def _publish_waiting(self) -> list[PublishReport]:
+        if not self.waiting_rows or self._cursor is None:
+            return []
+        return [self._write(self._source.snapshot(self._cursor.version), set())]
 
     def _publish(self, stream: ChangeStream) -> Iterator[PublishReport]:
         for version in stream.versions():
@@ -267,7 +308,7 @@ class PriorityPublisher(Closing):
                 if len(sent):
                     rows += txn.write_rows(name, sent.row_ids, sent.values, nonfinite="escape")
                     elements += len(sent) * tables[name].dim
-            txn.commit(user={"published": {"store": self._source.uuid, "version": snapshot.version}})
+            txn.commit(user={_NOTE: {"store": self._source.uuid, "version": snapshot.version}})
         assert txn.version is not None
         self._waiting = {name: one.take(~chosen[name]) for name, one in waiting.items()}
         self._updates += 1
@@ -282,18 +323,21 @@ class PriorityPublisher(Closing):
     def _row_bytes(self, tables: dict[str, TableSchema]) -> dict[str, float]:
         return {name: self._bytes_per_element * schema.dim for name, schema in tables.items()}
 
+    def _room(self, dense_bytes: int) -> float:
+        """Return the bytes that rows may take on average."""
+        return max(self.bytes_per_update - dense_bytes, _LEAST_FOR_ROWS * self.bytes_per_update)
+
     def _allowed(self, dense_bytes: int) -> float:
         """Return the bytes for rows of the next update."""
-        limit = self.bytes_per_update
-        return max(limit + self._credit - dense_bytes, _LEAST_FOR_ROWS * limit)
+        return max(self._room(dense_bytes) + self._credit, _LEAST_FOR_ROWS * self.bytes_per_update)
 
     def _settle(self, size_bytes: int, dense_bytes: int, elements: int) -> None:
         """Learn from the size of an update what rows take, and carry what it took too much or left."""
-        limit = self.bytes_per_update
+        taken = size_bytes - dense_bytes
         if elements:
-            self._bytes_per_element = max(size_bytes - dense_bytes, elements / 64) / elements
-        left = self._credit + limit - size_bytes if self.waiting_rows else 0.0
-        self._credit = float(np.clip(left, -limit, limit))
+            self._bytes_per_element = max(taken, elements / 64) / elements
+        left = self._credit + self._room(dense_bytes) - taken
+        self._credit = min(left, float(self.bytes_per_update) if self.waiting_rows else 0.0)
 
     def _put_dense(self, snapshot: Snapshot, txn: Transaction) -> int:
         """Put the dense tensors that the target does not have so, which alone are read; returns their bytes."""
@@ -309,6 +353,29 @@ class PriorityPublisher(Closing):
         for name in held.keys() - wanted.keys():
             txn.drop_dense(name)
         return sum(array.nbytes for array in arrays.values())
+
+
+def _check_published(target: Store, source: Store) -> None:
+    """Refuse a target with a state that was not published from the source. A GET per record, newest first.
+
+    Raises
+    ------
+    StoreExists
+    """
+    head = target.head()
+    if not head.record.chain:
+        return
+    for entry in target.internals.log.walk(head):
+        if entry.record.kind in ("baseline", "delta"):
+            note = entry.record.user.get(_NOTE)
+            if isinstance(note, dict) and note.get("store") == source.uuid:
+                return
+            break
+    raise StoreExists(
+        f"{target.url} has tables that were not published from {source.url}, and would lose them; give an empty store "
+        "as the target (source first, target second)",
+        found=target.url,
+    )
 
 
 def change_norms(held: TableCodes, row_ids: RowIds, values: Array) -> npt.NDArray[np.float64]:

@@ -359,6 +359,7 @@ class ChangeStream(Closing):
             newest = self._path.newest
             if self._poll_interval_s is None and newest.record.v >= last:
                 self._move_registered()
+                self._head = None  # whoever asks for versions again gets those that are newer then
                 return None
             entry = self._store.poll(newest)
             if entry is None:

@@ -9,7 +9,9 @@ import pytest
 from cnr_store import Store, TableOptions
 from cnr_store.changes import PriorityPublisher, PublishReport
 from cnr_store.changes.priority import OLDEST_SHARE, WaitingRows, choose_rows
-from cnr_store.errors import BadInput, CnrStoreError, Unsupported
+from cnr_store.errors import BadInput, CnrStoreError, Conflict, Fenced, StoreExists, Unsupported
+from cnr_store.log.retention import RetentionPolicy
+from cnr_store.maintenance.maintain import maintain
 from cnr_store.serving import Loader
 from cnr_store.storage import storage_from_filesystem
 from tests.support.faulty import Fault, FaultKind, FaultyFileSystem, IsolatedMemoryFileSystem
@@ -114,6 +116,26 @@ def test_the_limit_holds_on_average(training: Training, target: Store) -> None:
 
     assert publisher.waiting_rows > 0
     assert 0.8 * limit < np.mean(sizes[1:]) < 1.05 * limit
+
+
+def test_what_one_update_takes_too_much_the_later_ones_leave(target: Store) -> None:
+    limit, rows = 20_000, np.arange(4_000)
+    values, random = np.zeros((4_000, 16), np.float32), np.random.default_rng(1)
+    source = Store.create("memory://rows-of-which-some-take-a-bit-and-some-a-byte-an-element")
+    sizes = []
+    with source.writer() as writer, PriorityPublisher(source, target, bytes_per_update=limit) as publisher:
+        with writer.begin(0, "baseline") as txn:
+            txn.write_table("t", values, options=TableOptions(scale=0.01))
+        publisher.advance()
+        for step in range(1, 41):
+            # After rows of a bit an element, all are expected to take so much, and no row waits.
+            values += 0.01 if step % 2 else random.normal(size=values.shape)
+            with writer.begin(step, "delta") as txn:
+                txn.write_rows("t", rows, values)
+            sizes.append(one(publisher.advance()).size_bytes)
+
+    assert max(sizes) > 2 * limit
+    assert np.mean(sizes) < 1.1 * limit
 
 
 def test_no_row_waits_longer_than_the_bound(training: Training, target: Store) -> None:
@@ -231,6 +253,74 @@ def test_versions_are_published_as_they_come(training: Training, target: Store) 
         reports.close()  # type: ignore[attr-defined]  # a generator
 
     assert np.array_equal(published(target), training.stored())
+
+
+def test_rows_that_wait_go_out_while_the_training_is_quiet(training: Training, target: Store) -> None:
+    with PriorityPublisher(training.store, target, bytes_per_update=1_500) as publisher:
+        reports = publisher.follow(poll_interval_s=0.01, quiet_s=0.01)
+        assert next(reports).kind == "baseline"
+        training.move(np.arange(ROWS), 1.0)
+        first = next(reports)
+        assert first.waiting_rows > 0
+        while publisher.waiting_rows:
+            next(reports)  # without a new version
+        reports.close()  # type: ignore[attr-defined]  # a generator
+
+    assert np.array_equal(published(target), training.stored())
+
+
+def test_a_publisher_that_was_away_for_too_long_compares_both_stores(training: Training, target: Store) -> None:
+    with PriorityPublisher(training.store, target, bytes_per_update=1_000_000) as publisher:
+        publisher.advance()
+        for number in range(40):
+            training.move([number], 1.0)
+        for _ in range(2):
+            maintain(training.store, retention=RetentionPolicy(keep_last=1), grace_s=0, orphan_age_s=0, force=True)
+
+        assert one(publisher.advance()).rows == 40
+
+    assert np.array_equal(published(target), training.stored())
+
+
+def test_a_publisher_goes_on_after_a_rollback_of_its_target(training: Training, target: Store) -> None:
+    with PriorityPublisher(training.store, target, bytes_per_update=1_000_000) as publisher:
+        first = one(publisher.advance()).version
+        training.move([3], 1.0)
+        publisher.advance()
+        target.rollback(first)
+        training.move([4], 1.0)
+        with pytest.raises(Conflict):
+            publisher.advance()
+
+        assert one(publisher.advance()).rows == 2
+
+    assert np.array_equal(published(target), training.stored())
+
+
+def test_a_second_publisher_ends_the_first_for_good(training: Training, target: Store) -> None:
+    with PriorityPublisher(training.store, target, bytes_per_update=1_000_000) as earlier:
+        earlier.advance()
+        with PriorityPublisher(training.store, target, bytes_per_update=1_000_000) as later:
+            training.move([3], 1.0)
+            for _ in range(3):
+                with pytest.raises(Fenced):
+                    earlier.advance()
+            assert one(later.advance()).rows == 1
+
+
+def test_a_store_with_rows_of_its_own_is_no_target(training: Training, target: Store) -> None:
+    with PriorityPublisher(training.store, target, bytes_per_update=1_000_000) as publisher:
+        publisher.advance()
+    version = training.store.latest_version()
+
+    with pytest.raises(StoreExists, match="source first"):
+        PriorityPublisher(target, training.store, bytes_per_update=1_000)
+    other = Training("memory://another-training-than-that-of-the-target")
+    with pytest.raises(StoreExists):
+        PriorityPublisher(other.store, target, bytes_per_update=1_000)
+
+    assert training.store.latest_version() == version
+    training.move([3], 1.0)  # its writer was not fenced
 
 
 def test_tables_without_differences_are_refused_by_name(training: Training, target: Store) -> None:
