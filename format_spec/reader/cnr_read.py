@@ -259,7 +259,7 @@ class Table:
             encoding, width = array["encoding"]["encoding"], part["columns"][1] - part["columns"][0]
             if op != "escape" and encoding == "affine":
                 values = encodings.affine(values, read("scale"), read("zero_point"), array)[:, :width]
-            dtypes = ("int8", "int16", "int32") if target.dtype == np.int64 else (target.dtype,)
+            dtypes = ("int16", "int32") if target.dtype == np.int64 else (target.dtype,)
             shape = (len(rows),) if array["kind"] == "row" else (len(rows), width)
             self.need(values.dtype in dtypes and values.shape == shape, f"{op} rows: {name}")
             values = values.reshape(len(rows), -1).astype(target.dtype)

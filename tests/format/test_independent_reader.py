@@ -92,6 +92,16 @@ def test_a_field_that_is_missing_has_the_default_of_the_schema(case: str, tmp_pa
     assert compare(root) > 0
 
 
+@pytest.mark.parametrize("at", [["encoding"], ["slots", "momentum", "encoding"], ["slots", "exp_avg"]])
+def test_a_field_of_a_newer_minor_version_ends_no_generation(at: list[str], tmp_path: Path) -> None:
+    root = shutil.copytree(ROOT / "format_spec" / "golden" / "lattice" / "store", tmp_path / "store")
+    place = {"key": "@9/_segment.json.zst", "at": ["tables", "user", *at, "from_the_future"]}
+
+    vectors.apply(root, [{"op": "set", **place, "value": 1}, {"op": "reseal"}])
+
+    assert compare(root) > 0
+
+
 @pytest.mark.parametrize("module", ["cnr_read", "documents", "encodings"])
 def test_a_module_of_the_reader_has_at_most_300_lines_and_knows_no_library(module: str) -> None:
     text = (READER / f"{module}.py").read_text()
