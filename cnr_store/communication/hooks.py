@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,15 +23,15 @@ Result = torch.futures.Future[torch.Tensor]
 Messages = list[list[torch.Tensor]]
 """Tensors of each rank, by rank."""
 
-_OF_ITS_SIZE = ("residual", "error")
-"""What a hook holds back of a parameter, by the last part of its name in a rank's state: as many values."""
-
 
 class GradientHook(ABC):
     """A hook that reduces the gradients of one model, and counts the bytes that it gives to collectives.
 
     Gradients of ``sparse=True`` embeddings pass as the rows that they are, and are not counted.
     """
+
+    held_back: ClassVar[str | None] = None
+    """The last part of the names, in a rank's state, of what it holds back of each parameter: as many values."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -82,7 +83,7 @@ class GradientHook(ABC):
         for key, held in state.tensors.items():
             name, _, what = key.rpartition("/")
             found, size = held.value.numel(), sizes.get(name)
-            if sizes and what in _OF_ITS_SIZE and size != found:
+            if sizes and what == self.held_back and size != found:
                 raise BadInput(
                     f"the saved {what} of {name!r} has {found} values, the model's parameter {size}; build the model "
                     "as it was saved",

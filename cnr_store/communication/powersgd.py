@@ -32,6 +32,8 @@ class PowerSGD(GradientHook):
     ``hook = PowerSGD(PowerSGDState(process_group=None, matrix_approximation_rank=2))``, ``hook.register(ddp)``.
     """
 
+    held_back = "error"
+
     def __init__(self, state: torch_hook.PowerSGDState, *, name: str = "powersgd") -> None:
         super().__init__(name)
         self.state = state

@@ -90,6 +90,8 @@ class ThresholdedGradients(GradientHook):
     ``CheckpointManager(..., communication=[hook])``.
     """
 
+    held_back = "residual"
+
     def __init__(
         self, *, keep: float = 0.005, refresh_every: int = 1000, warmup_steps: int = 0,
         values: Literal["float32", "float16"] = "float32", error_feedback: bool = True,

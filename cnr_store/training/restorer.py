@@ -167,8 +167,8 @@ class Restorer:
             if recovery is not None:
                 return self._recover(take_over, request, recovery, opened)
             if chosen["is_empty"]:
-                self.saver.restored(self.saver.open_writer(take_over))
-                return None
+                with self.saver.continuing(take_over):
+                    return None
             return self._load(take_over, request, opened)
 
         try:
@@ -195,7 +195,7 @@ class Restorer:
         planned: list[Planned] = []
         # On every rank before anything is changed on one.
         together(self.training.control, lambda: planned.append(self._plan(take_over.version, request, opened)))
-        restored = self._put_in_place(self.saver.open_writer(take_over), planned[0], request)
+        restored = self._put_in_place(take_over, planned[0], request)
         if not request.strict or request.slots_rule != "exact":
             self.chain.whole_next |= self.training.tables  # what was left out is not what the mirrors hold
         return restored
@@ -221,9 +221,8 @@ class Restorer:
             peers.lend(training.control, recovery.lost, copies, snapshot.record.chain)
         try:
             restored = self._put_in_place(
-                self.saver.open_writer(take_over), planned[0] if shared is None else shared.planned, request,
-                shared, recovery.step,
-            )  # fmt: skip
+                take_over, planned[0] if shared is None else shared.planned, request, shared, recovery.step
+            )
         finally:
             if peers is not None:
                 peer_bytes = peers.take_back()
@@ -244,41 +243,43 @@ class Restorer:
         return planned
 
     def _put_in_place(
-        self, writer: Writer, planned: Planned, request: RestoreRequest, shared: SharedState | None = None,
+        self, take_over: TakeOver, planned: Planned, request: RestoreRequest, shared: SharedState | None = None,
         live_step: int | None = None,
     ) -> RestoredState:  # fmt: skip
         """``shared``: what this rank takes from another; ``live_step``: the step of a training that goes on."""
         training, chain, survivor = self.training, self.chain, request.survivor
         step = planned.snapshot.step if live_step is None else live_step
-        found: list[_ReadState] = []
-        together(training.control, lambda: found.append(self._read_all_but_tables(planned, request, shared)))
-        read = found[0]
-        held = None if survivor is None else survivor.mirrors
-        filled = writer.restore(
-            read.targets.outputs, slots_rule=request.slots_rule, held=held, opened=planned.snapshot.known_readers
-        )
+        with self.saver.continuing(take_over) as writer:
+            found: list[_ReadState] = []
+            together(training.control, lambda: found.append(self._read_all_but_tables(planned, request, shared)))
+            read = found[0]
+            held = None if survivor is None else survivor.mirrors
+            filled = writer.restore(
+                read.targets.outputs, slots_rule=request.slots_rule, held=held, opened=planned.snapshot.known_readers
+            )
 
-        def apply() -> None:
-            if survivor is None:
-                finish_tables(filled, read.targets, training.optimizers, request.slots_rule)
-                planned.dynamic.restore(filled, writer.keys)
-                fill_new_rows(planned.plan, request.resize)
-            elif survivor.is_renewed(training):
-                restore_targets(planned.plan, training.optimizers)  # makes the state of optimizers that have none yet
-                survivor.move_rows(training)
-            if survivor is None or shared is not None:
-                self._apply_state(planned, read)
-            if survivor is None and training.reader is not None and read.reader_state is not None:
-                resume(training.reader, read.reader_state)
-            if shared is not None:
-                shared.apply_copies(training)
-            self._begin_anew(writer, planned, read, step)
-            if survivor is not None:
-                training.tracker.give_back(survivor.marks)
-                chain.whole_next |= survivor.whole_next
+            def apply() -> None:
+                if survivor is None:
+                    finish_tables(filled, read.targets, training.optimizers, request.slots_rule)
+                    planned.dynamic.restore(filled, writer.keys)
+                    fill_new_rows(planned.plan, request.resize)
+                elif survivor.is_renewed(training):
+                    restore_targets(
+                        planned.plan, training.optimizers
+                    )  # makes the state of optimizers that have none yet
+                    survivor.move_rows(training)
+                if survivor is None or shared is not None:
+                    self._apply_state(planned, read)
+                if survivor is None and training.reader is not None and read.reader_state is not None:
+                    resume(training.reader, read.reader_state)
+                if shared is not None:
+                    shared.apply_copies(training)
+                self._begin_anew(writer, planned, read, step)
+                if survivor is not None:
+                    training.tracker.give_back(survivor.marks)
+                    chain.whole_next |= survivor.whole_next
 
-        together(training.control, apply)
-        self.saver.restored(writer)
+            together(training.control, apply)
         document = RateDocument() if planned.trainer is None else planned.trainer.rate
         chain.rate.restored(training.control, writer, document, training.tables - chain.whole_next)
         chain.quality = None

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -92,7 +93,7 @@ class SaveState(Enum):
 
     IDLE = "idle"
     """Nothing: a save may begin."""
-    RESTORED = "restored"
+    UNTRAINED = "untrained"
     """Nothing was trained since a checkpoint was restored, or at all; the next step or save takes the store over."""
     READING = "reading"
     """Tables are read while the training continues; a later step adds the rows changed since and is saved."""
@@ -109,10 +110,10 @@ class SaveEvent(Enum):
 
     WRITER_OPENED = "writer opened"
     """A restore begins: a new writer replaces the old one."""
-    RESTORED = "restored"
-    """A checkpoint, or the empty store, is in place."""
+    IN_PLACE = "in place"
+    """The live state is that of a checkpoint, or of an empty store."""
     STEPPED = "stepped"
-    """A step was trained after a restore."""
+    """A step was trained after that."""
     READ = "read"
     """Tables began to be read while the training continues."""
     STARTED = "started"
@@ -129,20 +130,20 @@ class SaveEvent(Enum):
 
 _NEXT: dict[tuple[SaveState, SaveEvent], SaveState] = {
     (SaveState.IDLE, SaveEvent.WRITER_OPENED): SaveState.IDLE,
-    (SaveState.RESTORED, SaveEvent.WRITER_OPENED): SaveState.IDLE,
+    (SaveState.UNTRAINED, SaveEvent.WRITER_OPENED): SaveState.IDLE,
     (SaveState.FENCED, SaveEvent.WRITER_OPENED): SaveState.FENCED,
-    (SaveState.IDLE, SaveEvent.RESTORED): SaveState.RESTORED,
-    (SaveState.FENCED, SaveEvent.RESTORED): SaveState.RESTORED,
-    (SaveState.RESTORED, SaveEvent.STEPPED): SaveState.IDLE,
+    (SaveState.IDLE, SaveEvent.IN_PLACE): SaveState.UNTRAINED,
+    (SaveState.FENCED, SaveEvent.IN_PLACE): SaveState.UNTRAINED,
+    (SaveState.UNTRAINED, SaveEvent.STEPPED): SaveState.IDLE,
     (SaveState.IDLE, SaveEvent.READ): SaveState.READING,
-    (SaveState.RESTORED, SaveEvent.READ): SaveState.READING,
+    (SaveState.UNTRAINED, SaveEvent.READ): SaveState.READING,
     (SaveState.READING, SaveEvent.STARTED): SaveState.RUNNING,
     (SaveState.READING, SaveEvent.LOST): SaveState.IDLE,
     (SaveState.IDLE, SaveEvent.STARTED): SaveState.RUNNING,
-    (SaveState.RESTORED, SaveEvent.STARTED): SaveState.RUNNING,
+    (SaveState.UNTRAINED, SaveEvent.STARTED): SaveState.RUNNING,
     # A save that could not be handed to the background was never running.
     (SaveState.IDLE, SaveEvent.LOST): SaveState.IDLE,
-    (SaveState.RESTORED, SaveEvent.LOST): SaveState.RESTORED,
+    (SaveState.UNTRAINED, SaveEvent.LOST): SaveState.UNTRAINED,
     (SaveState.RUNNING, SaveEvent.WON): SaveState.IDLE,
     (SaveState.RUNNING, SaveEvent.LOST): SaveState.IDLE,
     (SaveState.RUNNING, SaveEvent.FENCED): SaveState.FENCED,
@@ -197,7 +198,7 @@ class Saver:
         self._about: dict[str, JsonValue] = {} if commit is None else {"git": commit}
         self._notes: Mapping[str, JsonValue] | None = None  # of the newest save
         self.history: list[SaveReport] = []
-        self.state = SaveState.RESTORED
+        self.state = SaveState.UNTRAINED
         self._unknown: Finished | None = None  # in the state UNKNOWN
         self._fenced_by: Fenced | None = None  # in the state FENCED
         self._reading: LiveRead | None = None  # in the state READING
@@ -496,15 +497,14 @@ class Saver:
             self.chain.whole_next |= self.training.tables
         return writer
 
-    def open_writer(self, take_over: TakeOver) -> Writer:
-        """Return a writer that continues from a version. It writes nothing before `restored` is called with it."""
+    @contextmanager
+    def continuing(self, take_over: TakeOver) -> Iterator[Writer]:
+        """As `TrainingWriter.continuing`; after the block a save may begin."""
         self._move(SaveEvent.WRITER_OPENED)
-        return self.writer.open(take_over)
-
-    def restored(self, writer: Writer) -> None:
-        """Use a writer from now on: the state that it continues from is restored."""
-        self.writer.current, self._fenced_by = writer, None
-        self._move(SaveEvent.RESTORED)
+        with self.writer.continuing(take_over) as writer:
+            yield writer
+        self._fenced_by = None
+        self._move(SaveEvent.IN_PLACE)
 
     def stepped(self) -> None:
         """Count a step; the first one, also after a restore, begins to take the store over, in the background.
@@ -513,7 +513,7 @@ class Saver:
         """
         was_beside = self.state in (SaveState.READING, SaveState.RUNNING)  # `is_saving` is False once it is written
         self.schedule.trained(self.position.step, time.monotonic(), is_saving=was_beside)
-        if self.state is SaveState.RESTORED:
+        if self.state is SaveState.UNTRAINED:
             self._move(SaveEvent.STEPPED)
             self.writer.prepare(self.background.call)
         elif (opening := self.writer.opening) is not None and all(together(self.training.control, opening.done)):

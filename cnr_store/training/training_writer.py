@@ -8,8 +8,9 @@ has saved since.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from cnr_store.errors import NotAStore, StorageFailure, VersionExpired
@@ -144,10 +145,20 @@ class TrainingWriter:
     current: Writer | None = field(default=None, init=False)
     opening: Future[Writer] | None = field(default=None, init=False)
 
-    def open(self, take_over: TakeOver | None) -> Writer:
-        """Close the current writer and return a new one; the caller makes it `current`. None is opening. Blocks."""
+    @contextmanager
+    def continuing(self, take_over: TakeOver) -> Iterator[Writer]:
+        """Close the current writer and open one for the block that puts a version in place: `current` from then on.
+
+        It writes nothing there. After an error in the block it is closed. Blocks.
+        """
         self.close()
-        return self._open(take_over)
+        writer = self._open(take_over)
+        try:
+            yield writer
+        except BaseException:
+            writer.close()
+            raise
+        self.current = writer
 
     def _open(self, take_over: TakeOver | None) -> Writer:
         options = self.options
@@ -158,9 +169,8 @@ class TrainingWriter:
         )  # fmt: skip
 
     def prepare(self, call: Callable[[Callable[[], Writer]], Future[Writer]]) -> None:
-        """Open a writer and take the store over by ``call``, in the background, unless that is done or under way."""
-        if self.opening is None and (self.current is None or not self.current.is_committer):
-            self.opening = call(self._take_over)
+        """Begin to open a writer, if there is none, and to take the store over by ``call``, in the background."""
+        self.opening = call(self._take_over)
 
     def wait(self) -> None:
         """Wait for what `prepare` began, whatever it becomes."""
@@ -168,21 +178,26 @@ class TrainingWriter:
             wait([self.opening])
 
     def ready(self, call: Callable[[Callable[[], Writer]], Future[Writer]]) -> Writer:
-        """Return the current writer, once it has taken the store over: `prepare` it if need be, and wait.
+        """Return the current writer, once it has taken the store over: `prepare` it unless that has begun, and wait.
 
         The first requests of a save are those of its background: beginning it needs none. After an error call it again.
         """
-        self.prepare(call)
+        if self.opening is None:
+            self.prepare(call)
         self.wait()  # Ctrl-C does not end it
-        if self.opening is not None:
-            opening, self.opening = self.opening, None
-            self.current = opening.result()
-        assert self.current is not None  # else it was opened
+        opening, self.opening = self.opening, None
+        assert opening is not None  # it has begun
+        self.current = opening.result()
         return self.current
 
     def _take_over(self) -> Writer:
         writer = self._open(None) if self.current is None else self.current
-        writer.prepare()
+        try:
+            writer.prepare()
+        except BaseException:
+            if writer is not self.current:
+                writer.close()
+            raise
         return writer
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from cnr_store import CorruptStore, TableOptions
 from cnr_store.format.records import Manifest
 from cnr_store.training import CheckpointManager, StoreOptions
 from cnr_store.write.mirrors import MirrorMode
+from cnr_store.write.writer import Writer
 from tests.tools.sample_store import Forgery, forge_head
 from tests.training.runs import grouped
 
@@ -47,6 +49,32 @@ def test_a_state_of_another_digest_is_not_resumed(mirror: MirrorMode, tmp_path: 
     manager = CheckpointManager(url, model=other, store_options=StoreOptions(mirror=mirror, mirror_folder=folder))
     with pytest.raises(CorruptStore, match="state digest"):
         manager.restore()
+    manager.close()
+
+
+class Refusing:
+    """An extra state that is saved, and that nothing can be loaded into."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise RuntimeError("it loads nothing")
+
+
+def test_a_restore_that_fails_frees_the_mirrors_it_has_read(tmp_path: Path) -> None:
+    """The error, which a program may keep, kept the writer and its mirrors."""
+    url, table = str(tmp_path / "store"), nn.Embedding(ROWS, 4, sparse=True)
+    with CheckpointManager(url, model=table, extras={"own": Refusing()}) as manager:
+        manager.save()
+    manager = CheckpointManager(url, model=nn.Embedding(ROWS, 4, sparse=True), extras={"own": Refusing()})
+
+    with pytest.raises(RuntimeError, match="loads nothing") as kept:
+        manager.restore()
+
+    writers = [one for one in gc.get_objects() if isinstance(one, Writer)]
+    assert kept.value is not None
+    assert [one.mirror_bytes for one in writers] == [0] * len(writers)
     manager.close()
 
 

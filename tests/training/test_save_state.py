@@ -20,7 +20,7 @@ def ways_out(state: SaveState) -> dict[SaveEvent, SaveState]:
 
 
 def test_only_a_restore_ends_what_a_fence_began() -> None:
-    assert ways_out(SaveState.FENCED) == {SaveEvent.RESTORED: SaveState.RESTORED}
+    assert ways_out(SaveState.FENCED) == {SaveEvent.IN_PLACE: SaveState.UNTRAINED}
 
 
 def test_a_save_of_unknown_outcome_is_left_only_when_the_outcome_is_known() -> None:
@@ -34,7 +34,7 @@ def test_a_running_save_is_left_only_by_its_outcome() -> None:
 
 def test_a_save_starts_only_where_none_runs_and_nothing_is_open() -> None:
     starts = {state for state in SaveState if SaveEvent.STARTED in ways_out(state)}
-    assert starts == {SaveState.IDLE, SaveState.RESTORED, SaveState.READING}
+    assert starts == {SaveState.IDLE, SaveState.UNTRAINED, SaveState.READING}
 
 
 def test_what_was_read_live_becomes_a_save_or_is_given_up() -> None:
