@@ -12,13 +12,12 @@ and may run on separate row blocks from any number of threads.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cnr_store.encodings import affine_kernels, packing
-from cnr_store.errors import BadDtype, BadInput, BadShape
+from cnr_store.errors import BadInput
 from cnr_store.types import Affine, AffineBits, Float32s, ParamDtype
 
 Params = npt.NDArray[np.float16] | npt.NDArray[np.float32]
@@ -71,7 +70,8 @@ def encode(
 
     Raises
     ------
-    BadInput, BadShape, BadDtype
+    BadInput
+        A greedy search without its settings.
 
     Notes
     -----
@@ -88,12 +88,8 @@ def encode(
     >>> codes[0].tolist(), scale.tolist(), zero_point.tolist()
     ([228, 0], [1.0], [0.0])
     """
-    (num_rows, dim), bits, param_dtype = _check_values(values), encoding.bits, encoding.param_dtype
-    _check_search(encoding)
-    _check_out("codes", out_codes, (num_rows, packing.packed_width(dim, bits)), "uint8")
-    _check_out("scale", out_scale, (num_rows,), param_dtype)
-    _check_out("zero_point", out_zero_point, (num_rows,), param_dtype)
-    bad_row = first_uncodable_row(values, param_dtype=param_dtype)
+    (num_rows, dim), bits = values.shape, encoding.bits
+    bad_row = first_uncodable_row(values, param_dtype=encoding.param_dtype)
     if bad_row >= 0:
         return bad_row
     block_rows = max(affine_kernels.LANES, _BLOCK_ELEMENTS // dim)
@@ -133,21 +129,12 @@ def decode(
     out
         float32, C-contiguous, (n, dim), overwritten. Owned by the caller.
 
-    Raises
-    ------
-    BadInput, BadShape, BadDtype
-
     Notes
     -----
     Blocks for the computation alone, without the GIL in its loops; safe from several threads.
     """
-    packing.check_bits(bits)
     num_rows = len(codes)
-    _check_out("decoded values", out, (num_rows, dim), "float32")
-    _check_out("codes", codes, (num_rows, packing.packed_width(dim, bits)), "uint8")
-    for name, params in (("scale", scale), ("zero_point", zero_point)):
-        _check_out(name, params, (num_rows,), "float16" if params.dtype == np.float16 else "float32")
-    block_rows = max(affine_kernels.LANES, _BLOCK_ELEMENTS // max(dim, 1))
+    block_rows = max(affine_kernels.LANES, _BLOCK_ELEMENTS // dim)
     unpacked = np.empty((min(num_rows, block_rows), packing.padded_dim(dim)), np.uint8)
     for start in range(0, num_rows, block_rows):
         stop = min(num_rows, start + block_rows)
@@ -197,13 +184,7 @@ def params_fit(values: Float32s, param_dtype: ParamDtype, *, bits: AffineBits = 
         "float16" or "float32".
     bits
         Width of the codes; the default is the most demanding.
-
-    Raises
-    ------
-    BadInput, BadShape, BadDtype
     """
-    _check_values(values)
-    packing.check_bits(bits)
     if first_uncodable_row(values, param_dtype=param_dtype) >= 0:
         return False
     if param_dtype == "float32":
@@ -225,7 +206,12 @@ def search_params(values: Float32s, encoding: Affine, *, out_scale: Float32s, ou
             values, max_code, candidates, fit_steps, np.float32(relax), out_scale, out_zero_point
         )
     else:
-        num_bins, ratio = _check_search(encoding)
+        num_bins, ratio = encoding.num_bins, encoding.ratio
+        if num_bins is None or ratio is None or num_bins < 2 or not 0.0 <= ratio <= 1.0:
+            raise BadInput(
+                f"the greedy search needs num_bins of at least 2 and a ratio in [0, 1], found num_bins={num_bins}, "
+                f"ratio={ratio}; `choose_greedy` picks them on a sample"
+            )
         path = greedy_path(bits, num_bins, ratio)
         affine_kernels.greedy_params(values, max_code, path, np.float32(1.0 / num_bins), out_scale, out_zero_point)
 
@@ -234,10 +220,6 @@ def row_errors(values: Float32s, encoding: Affine) -> npt.NDArray[np.float64]:
     """Return each row's squared error after `encode` and `decode`, summed over its elements: float64 (m,).
 
     Makes no codes. `values` is float32 (n, dim); ``m`` is less than n if the encoding refuses some rows.
-
-    Raises
-    ------
-    BadInput, BadShape, BadDtype
     """
     values = codable(values, param_dtype=encoding.param_dtype)
     if values.size == 0:
@@ -340,42 +322,3 @@ def quantize(values: Float32s, scale: Params, zero_point: Params, *, bits: int, 
 
 def _as_float32(params: Params) -> Float32s:
     return np.ascontiguousarray(params, dtype=np.float32)
-
-
-def _check_values(values: Float32s) -> tuple[int, int]:
-    if values.dtype != np.float32:
-        raise BadDtype(
-            f"affine encodes float32 rows, found {values.dtype}; widen them first",
-            expected="float32",
-            found=str(values.dtype),
-        )
-    if values.ndim != 2 or values.shape[1] == 0 or not values.flags.c_contiguous:
-        raise BadShape(
-            f"rows must be a C-contiguous matrix with at least one column, found shape {values.shape}",
-            found=list(values.shape),
-        )
-    return values.shape
-
-
-def _check_out(name: str, array: npt.NDArray[Any], shape: tuple[int, ...], dtype: str) -> None:
-    if array.dtype != np.dtype(dtype):
-        raise BadDtype(f"{name} must be {dtype}, found {array.dtype}", expected=dtype, found=str(array.dtype))
-    if array.shape != shape or not array.flags.c_contiguous:
-        raise BadShape(
-            f"{name} must be C-contiguous of shape {shape}, found {array.shape} with strides {array.strides}",
-            expected=list(shape),
-            found=list(array.shape),
-        )
-
-
-def _check_search(encoding: Affine) -> tuple[int, float]:
-    """Return num_bins and ratio of the greedy search (0, 0 of the others); refuse an encoding that lacks them."""
-    num_bins, ratio = encoding.num_bins, encoding.ratio
-    if encoding.search != "greedy":
-        return 0, 0.0
-    if num_bins is None or ratio is None or num_bins < 2 or not 0.0 <= ratio <= 1.0:
-        raise BadInput(
-            f"the greedy search needs num_bins of at least 2 and a ratio in [0, 1], found num_bins={num_bins}, "
-            f"ratio={ratio}; `choose_greedy` picks them on a sample"
-        )
-    return num_bins, ratio

@@ -54,33 +54,18 @@ def bits_after(expected: float, restores: int) -> AffineBits:
 
     >>> [bits_after(3, restores) for restores in (0, 3, 4, 21)]
     [3, 3, 4, 8]
-
-    Raises
-    ------
-    BadInput
-        A number is negative or NaN.
     """
-    if restores < 0:
-        raise BadInput(f"a run was restored {restores} times", found=restores)
     return expected_bits(max(expected, restores))
 
 
 def halvings_to(scale: float, wanted: float) -> int:
-    """Return how often ``scale`` must be halved to be at most ``wanted``; 0 if it already is.
+    """Return how often ``scale`` must be halved to be at most ``wanted``; 0 if it already is. Both are positive.
 
     At most `MAX_SHIFT`, which is as fine as a generation can become.
 
     >>> halvings_to(1.0, 1.0), halvings_to(1.0, 0.9), halvings_to(1.0, 0.5), halvings_to(0.1, 7.0)
     (0, 1, 1, 0)
-
-    Raises
-    ------
-    BadInput
-        A scale is not positive and finite.
     """
-    for one in (scale, wanted):
-        if not (math.isfinite(one) and one > 0):
-            raise BadInput(f"a scale is positive and finite, found {one!r}", found=one)
     halvings = max(0, math.ceil(math.log2(scale) - math.log2(wanted)))
     # The logarithm is rounded: exact powers of two must not cost a halving, nor anything else lack one.
     if halvings and math.ldexp(scale, -(halvings - 1)) <= wanted:
@@ -118,19 +103,11 @@ def halvings_for_loss(first: float, loss: float) -> int:
 
     Levels grow as ``sqrt(first / loss)``, here to the next power of two: coarse while the loss is high, since then a
     rounding harms little against what is still to be learned (AdaQuantFL, Jhunjhunwala et al., ICASSP 2021). At most
-    `MAX_SHIFT`; 0 for a loss that rose, or fell by less than `LOSS_TOLERANCE`.
+    `MAX_SHIFT`; 0 for a loss that rose, or fell by less than `LOSS_TOLERANCE`. Losses are positive and finite.
 
     >>> [halvings_for_loss(1.0, loss) for loss in (2.0, 1.0, 0.96, 0.7, 0.25, 0.24, 0.01)]
     [0, 0, 0, 1, 1, 2, 4]
-
-    Raises
-    ------
-    BadInput
-        A loss is not positive and finite.
     """
-    for one in (first, loss):
-        if not (math.isfinite(one) and one > 0):
-            raise BadInput(f"the schedule follows a loss that is positive and finite, found {one!r}", found=one)
     if loss >= first * (1.0 - LOSS_TOLERANCE):
         return 0
     return halvings_to(math.sqrt(first), math.sqrt(loss))

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from cnr_store.encodings import affine, choose, packing
-from cnr_store.errors import BadInput
 from cnr_store.types import Affine, AffineBits, Float32s
 
 
@@ -36,8 +35,6 @@ def test_a_sample_is_spread_over_the_table() -> None:
 def test_a_small_table_is_its_own_sample() -> None:
     assert choose.sample_rows(3, 3, seed=0).tolist() == [0, 1, 2]
     assert choose.sample_rows(0, 3, seed=0).tolist() == []
-    with pytest.raises(BadInput):
-        choose.sample_rows(-1, 3, seed=0)
 
 
 def test_sample_error_falls_by_about_six_decibels_per_bit() -> None:
@@ -108,8 +105,6 @@ def test_coarse_codes_get_a_longer_greedy_path_than_fine_ones() -> None:
 def test_without_rows_the_papers_greedy_settings_hold() -> None:
     assert choose.choose_greedy(np.empty((0, 8), np.float32), 2) == (25, 1.0)
     assert choose.choose_greedy(np.full((2, 8), np.nan, np.float32), 4) == (45, 0.2)
-    with pytest.raises(BadInput):
-        choose.choose_greedy(gauss(2, 8), 5)
 
 
 @pytest.mark.parametrize(
@@ -117,9 +112,3 @@ def test_without_rows_the_papers_greedy_settings_hold() -> None:
 )
 def test_code_width_follows_expected_restores(restores: float, bits: int) -> None:
     assert choose.expected_bits(restores) == bits
-
-
-@pytest.mark.parametrize("restores", [-1, math.nan])
-def test_impossible_numbers_of_restores_are_refused(restores: float) -> None:
-    with pytest.raises(BadInput):
-        choose.expected_bits(restores)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from cnr_store.encodings import packing
-from cnr_store.errors import BadDtype, BadInput, BadShape
 
 
 def codes_of(num_rows: int, width: int, bits: int) -> np.ndarray:
@@ -49,23 +48,3 @@ def test_the_low_nibble_comes_first() -> None:
 @pytest.mark.parametrize(("dim", "width"), [(1, 3), (8, 3), (9, 6), (130, 51)])
 def test_a_row_is_padded_to_eight_codes(dim: int, width: int) -> None:
     assert packing.packed_width(dim, 3) == width
-
-
-@pytest.mark.parametrize("bits", [0, 1, 5, 16])
-def test_other_widths_are_refused(bits: int) -> None:
-    with pytest.raises(BadInput, match="2, 3, 4 or 8"):
-        packing.packed_width(8, bits)
-
-
-def test_arrays_that_do_not_fit_are_refused() -> None:
-    codes, packed = np.zeros((2, 8), np.uint8), np.zeros((2, 4), np.uint8)
-    with pytest.raises(BadShape):
-        packing.pack(codes, bits=3, out=packed)
-    with pytest.raises(BadShape):
-        packing.unpack(packed, bits=4, out=codes[:1])
-    with pytest.raises(BadShape):
-        packing.pack(np.zeros((2, 7), np.uint8), bits=8, out=np.zeros((2, 7), np.uint8))
-    with pytest.raises(BadShape):
-        packing.pack(np.zeros((2, 16), np.uint8)[:, ::2], bits=4, out=packed)
-    with pytest.raises(BadDtype):
-        packing.pack(codes.astype(np.int8), bits=4, out=packed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from cnr_store.errors import BadInput
 from cnr_store.types import MAX_CHAIN
 from cnr_store.write.policy import CheckpointSize, Decision, Policy, decide, is_baseline_cheaper
 
@@ -82,10 +81,3 @@ def test_decision_depends_on_nothing_but_its_arguments() -> None:
 
     assert decide("intermittent", given) == decide("intermittent", tuple(given))
     assert isinstance(decide("intermittent", given), Decision)
-
-
-def test_unknown_policy_and_negative_size_are_refused() -> None:
-    with pytest.raises(BadInput, match="consecutive"):
-        decide("sometimes", [])  # type: ignore[arg-type]  # what a caller without types may do
-    with pytest.raises(BadInput):
-        decide("one_shot", [CheckpointSize("delta", -1)])
