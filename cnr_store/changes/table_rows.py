@@ -18,6 +18,7 @@ from cnr_store.read.plan import TablePlan, filtered, plan_table
 from cnr_store.read.replay import matching
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.read.table_reader import read_keyed, read_range, read_rows
+from cnr_store.runtime.threads import blocks
 from cnr_store.segment.codes import Array, array_specs
 from cnr_store.types import RowIds, SlotsRule
 
@@ -77,8 +78,7 @@ class TableRows:
     def spans(self) -> list[Span]:
         """Return where the rows are, for `plan_windows`; no I/O."""
         if self.schema.keys == "dense":
-            size, most = self.schema.num_rows, self.most_rows
-            return [(start, min(start + most, size) - 1, min(most, size - start)) for start in range(0, size, most)]
+            return [(a, b - 1, b - a) for a, b in blocks(self.schema.num_rows, self.most_rows)]
         return [(step.first, step.last, step.num_rows) for batch in self._plan().batches for step in batch.steps]
 
     def read_window(self, window: Window) -> RowBlock:

@@ -124,6 +124,15 @@ def _add_in_any_order(total, summand):  # type: ignore[no-untyped-def]
 
 
 @_compiled
+def _row_squared_error(values, i, step):  # type: ignore[no-untyped-def]
+    error = 0.0
+    for j in range(values.shape[1]):
+        difference = np.float64(step * np.rint(values[i, j] / step)) - np.float64(values[i, j])
+        error = _add_in_any_order(error, difference * difference)
+    return error
+
+
+@_compiled
 def lattice_squared_errors(values, scale, out):  # type: ignore[no-untyped-def]
     """Write each row's squared error as of `lattice_encode` and `lattice_decode_in_place`, summed in float64.
 
@@ -134,13 +143,17 @@ def lattice_squared_errors(values, scale, out):  # type: ignore[no-untyped-def]
     out : float64 (n,)
     """
     step = np.float32(scale)
-    n, d = values.shape
-    for i in range(n):
-        error = 0.0
-        for j in range(d):
-            difference = np.float64(step * np.rint(values[i, j] / step)) - np.float64(values[i, j])
-            error = _add_in_any_order(error, difference * difference)
-        out[i] = error
+    for i in range(values.shape[0]):
+        out[i] = _row_squared_error(values, i, step)
+
+
+@_compiled
+def _row_magnitude(bits, i):  # type: ignore[no-untyped-def]
+    largest = np.uint32(0)
+    for j in range(bits.shape[1]):
+        magnitude = np.uint32(bits[i, j] & np.uint32(0x7FFFFFFF))
+        largest = magnitude if magnitude > largest else largest
+    return largest
 
 
 @_compiled
@@ -148,9 +161,7 @@ def largest_magnitude(bits):  # type: ignore[no-untyped-def]
     """Return the largest bits without sign of float32 (n, d), given as uint32; 0 without any. Of NaN they are most."""
     largest = np.uint32(0)
     for i in range(bits.shape[0]):
-        for j in range(bits.shape[1]):
-            magnitude = np.uint32(bits[i, j] & np.uint32(0x7FFFFFFF))
-            largest = magnitude if magnitude > largest else largest
+        largest = max(largest, _row_magnitude(bits, i))
     return largest
 
 
@@ -159,11 +170,7 @@ def zeroed_rows(bits, half):  # type: ignore[no-untyped-def]
     """Return how many rows of finite float32 (n, d), given as uint32, are not zero and everywhere below ``half``."""
     count = 0
     for i in range(bits.shape[0]):
-        largest = np.uint32(0)
-        for j in range(bits.shape[1]):
-            magnitude = np.uint32(bits[i, j] & np.uint32(0x7FFFFFFF))
-            largest = magnitude if magnitude > largest else largest
-        count += 1 if 0 < largest < half else 0
+        count += 1 if 0 < _row_magnitude(bits, i) < half else 0
     return count
 
 
@@ -171,14 +178,9 @@ def zeroed_rows(bits, half):  # type: ignore[no-untyped-def]
 def lattice_squared_error(values, scale):  # type: ignore[no-untyped-def]
     """Return the sum of `lattice_squared_errors`: float64. For searches, which ask for it many times for a table."""
     step = np.float32(scale)
-    n, d = values.shape
     total = 0.0
-    for i in range(n):
-        error = 0.0
-        for j in range(d):
-            difference = np.float64(step * np.rint(values[i, j] / step)) - np.float64(values[i, j])
-            error = _add_in_any_order(error, difference * difference)
-        total += error
+    for i in range(values.shape[0]):
+        total += _row_squared_error(values, i, step)
     return total
 
 
@@ -435,20 +437,23 @@ def _row_sum(codes, i, multipliers):  # type: ignore[no-untyped-def]
 
 
 @_compiled
+def _row_digest(codes, i, row, multipliers, constant):  # type: ignore[no-untyped-def]
+    """What row i of ``codes`` adds to the digest as the row ``row`` (uint64) of its table."""
+    own = _row_sum(codes, i, multipliers) * _row_multiplier(row)
+    return own + _splitmix64(row ^ constant) if constant != _ZERO else own
+
+
+@_compiled
 def digest_block(codes, row_start, multipliers, presence):  # type: ignore[no-untyped-def]
     """State digest of consecutive rows ``row_start ..``: sum of P + R * sum of multipliers * codes.
 
     ``presence`` (uint64) is the constant of P, `digest.PRESENCE_CODED` or `PRESENCE_ESCAPE`; 0 leaves P out
     (a rectangle that does not start at column 0, or a slot).
     """
-    n = codes.shape[0]
     constant = np.uint64(presence)
     digest = _ZERO
-    for i in range(n):
-        row = np.uint64(row_start + i)
-        digest += _row_sum(codes, i, multipliers) * _row_multiplier(row)
-        if constant != _ZERO:
-            digest += _splitmix64(row ^ constant)
+    for i in range(codes.shape[0]):
+        digest += _row_digest(codes, i, np.uint64(row_start + i), multipliers, constant)
     return digest
 
 
@@ -463,10 +468,7 @@ def lattice_decode_digest(codes, scale, out, row_start, multipliers, presence): 
     constant = np.uint64(presence)
     digest = _ZERO
     for i in range(n):
-        row = np.uint64(row_start + i)
-        digest += _row_sum(codes, i, multipliers) * _row_multiplier(row)
-        if constant != _ZERO:
-            digest += _splitmix64(row ^ constant)
+        digest += _row_digest(codes, i, np.uint64(row_start + i), multipliers, constant)
         for j in range(d):
             out[i, j] = step * np.float32(codes[i, j])
     return digest
@@ -475,14 +477,10 @@ def lattice_decode_digest(codes, scale, out, row_start, multipliers, presence): 
 @_compiled
 def digest_rows(codes, rows, multipliers, presence):  # type: ignore[no-untyped-def]
     """State digest of the rows ``rows`` (int64 (n,), global ids) with codes (n, d); otherwise as `digest_block`."""
-    n = codes.shape[0]
     constant = np.uint64(presence)
     digest = _ZERO
-    for i in range(n):
-        row = np.uint64(rows[i])
-        digest += _row_sum(codes, i, multipliers) * _row_multiplier(row)
-        if constant != _ZERO:
-            digest += _splitmix64(row ^ constant)
+    for i in range(codes.shape[0]):
+        digest += _row_digest(codes, i, np.uint64(rows[i]), multipliers, constant)
     return digest
 
 
@@ -492,8 +490,5 @@ def digest_gathered(acc, rows, row_base, multipliers, presence):  # type: ignore
     constant = np.uint64(presence)
     digest = _ZERO
     for i in range(rows.shape[0]):
-        row = np.uint64(rows[i])
-        digest += _row_sum(acc, rows[i] - row_base, multipliers) * _row_multiplier(row)
-        if constant != _ZERO:
-            digest += _splitmix64(row ^ constant)
+        digest += _row_digest(acc, rows[i] - row_base, np.uint64(rows[i]), multipliers, constant)
     return digest

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from cnr_store.encodings.widths import to_float32
 from cnr_store.format.records import TableSchema
+from cnr_store.runtime.threads import windows
 from cnr_store.segment.codes import Array
 from cnr_store.types import RowIds
 
@@ -69,9 +70,7 @@ def _windows(view: TableView) -> Iterator[tuple[RowIds, Mapping[str, Any]]]:
         yield view.read_all(slots=True)
         return
     num_rows, dim = view.shape
-    step = max(1, WINDOW_BYTES // (4 * dim * (1 + len(view.schema.slots))))
-    for start in range(0, num_rows, step):
-        stop = min(start + step, num_rows)
+    for start, stop in windows(num_rows, 4 * dim * (1 + len(view.schema.slots)), WINDOW_BYTES):
         arrays = {"values": view.read(start, stop)}
         arrays |= {slot: view.read(start, stop, slot=slot) for slot in view.schema.slots}
         yield np.arange(start, stop, dtype=np.int64), arrays

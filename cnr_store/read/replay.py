@@ -22,7 +22,7 @@ from cnr_store.errors import CorruptStore
 from cnr_store.format.arrays import DigitChunk
 from cnr_store.format.records import ArrayEntry, Manifest, RowListEntry
 from cnr_store.read.plan import SegmentSteps, Step, TablePlan, by_columns
-from cnr_store.runtime.threads import Workers, blocks
+from cnr_store.runtime.threads import Workers, blocks, windows
 from cnr_store.segment.codes import (
     ABSENT,
     ADDED,
@@ -212,7 +212,7 @@ class Replay:
             yield start, self.values(step, plan, spec)[start:stop]
             return
         width, dtype = math.prod(entry.shape[1:]), np.dtype(entry.dtype)
-        for low, high in blocks(stop - start, max(1, PIECE_BYTES // (width * dtype.itemsize))):
+        for low, high in windows(stop - start, width * dtype.itemsize, PIECE_BYTES):
             piece = scratch.take((high - low, width), dtype)
             chunk.unpack((start + low) * width, piece.reshape(-1))
             yield start + low, piece

@@ -226,3 +226,8 @@ class Inline(Workers):
 def blocks(count: int, size: int) -> list[tuple[int, int]]:
     """Return half-open ranges of at most ``size`` that cover ``range(count)``."""
     return [(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def windows(count: int, row_bytes: int, most_bytes: int) -> list[tuple[int, int]]:
+    """Return half-open ranges that cover ``count`` rows: of at most ``most_bytes`` each, but at least one row."""
+    return blocks(count, max(1, most_bytes // max(1, row_bytes)))

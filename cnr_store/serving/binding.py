@@ -13,7 +13,7 @@ import torch
 
 from cnr_store.errors import BadDtype, BadInput, BadShape, TableNotFound
 from cnr_store.format.records import DenseEntry
-from cnr_store.runtime.threads import blocks
+from cnr_store.runtime.threads import windows
 from cnr_store.segment.codes import Array
 from cnr_store.serving.rows.served_table import RowKind, ServedTable
 from cnr_store.serving.rows.tensors import tensor_of
@@ -188,8 +188,7 @@ def _copy_rows(tensor: torch.Tensor, table: ServedTable, rows: RowIds | None) ->
     """Copy rows of a table, all of them if None, to where the tensor is, by windows."""
     start, stop, kind = table.base.start, table.base.stop, table.kind
     ids = np.arange(start, stop, dtype=np.int64) if rows is None else rows[(rows >= start) & (rows < stop)]
-    row_bytes = max(1, kind.served_width * kind.served_dtype.itemsize)
-    for low, high in blocks(len(ids), max(1, WINDOW_BYTES // row_bytes)):
+    for low, high in windows(len(ids), kind.served_width * kind.served_dtype.itemsize, WINDOW_BYTES):
         chosen = ids[low:high]
         out = np.empty((len(chosen), kind.served_width), kind.served_dtype)
         table.read(chosen, out)

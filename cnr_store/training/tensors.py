@@ -15,6 +15,7 @@ import torch
 
 from cnr_store.errors import BadDtype, CorruptStore
 from cnr_store.format.document_tree import TensorLeaf
+from cnr_store.runtime import threads
 from cnr_store.types import RowIds, TableDtype
 from cnr_store_gpu.memory import check_held
 
@@ -170,5 +171,4 @@ def writable_array(tensor: torch.Tensor) -> Array | None:
 
 def windows(num_rows: int, row_bytes: int) -> list[tuple[int, int]]:
     """Return half-open row ranges of at most `WINDOW_BYTES`."""
-    span = max(1, WINDOW_BYTES // max(1, row_bytes))
-    return [(start, min(start + span, num_rows)) for start in range(0, num_rows, span)]
+    return threads.windows(num_rows, row_bytes, WINDOW_BYTES)

@@ -12,7 +12,6 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,8 +25,9 @@ from cnr_store.read.snapshot import Snapshot
 from cnr_store.read.table_view import TableView
 from cnr_store.runtime.local_files import failing_at
 from cnr_store.runtime.notebook import ShownReport
+from cnr_store.runtime.threads import windows
 from cnr_store.storage.local import check_path
-from cnr_store.transfer.safetensors_file import TensorSpec, carrier_dtype, row_windows, write_safetensors
+from cnr_store.transfer.safetensors_file import TensorSpec, carrier_dtype, write_safetensors
 
 ExportFormat = Literal["safetensors", "parquet", "npy"]
 ExportProgress = Callable[[int, int], None]
@@ -258,7 +258,7 @@ class _Source:
         else:
             view = self.snapshot.table(tensor.table or "")
             row_bytes = int(np.prod(tensor.shape[1:], dtype=np.int64)) * carrier_dtype(tensor.dtype).itemsize
-            for start, stop in row_windows(tensor.shape[0], row_bytes, WINDOW_BYTES):
+            for start, stop in windows(tensor.shape[0], row_bytes, WINDOW_BYTES):
                 piece = self._read(view, tensor, start, stop)
                 self._count(piece.nbytes)
                 yield piece
@@ -274,7 +274,7 @@ class _Source:
         view = self.snapshot.table(table)
         rows = view.shape[0]
         row_bytes = sum(t.spec.size_bytes for t in arrays) // max(rows, 1)
-        for start, stop in row_windows(rows, row_bytes, WINDOW_BYTES):
+        for start, stop in windows(rows, row_bytes, WINDOW_BYTES):
             window = {t.slot or "values": self._read(view, t, start, stop) for t in arrays}
             self._count(sum(piece.nbytes for piece in window.values()))
             yield np.arange(start, stop, dtype=np.int64), window
@@ -301,10 +301,6 @@ class _Source:
 
 def _write_safetensors(source: _Source, path: Path) -> None:
     by_name = {tensor.name: tensor for tensor in source.tensors}
-    if len(by_name) != len(source.tensors):
-        names = sorted(tensor.name for tensor in source.tensors)
-        repeated = next(a for a, b in pairwise(names) if a == b)
-        raise BadInput(f"two tensors of the export have the name {repeated!r}; export them separately", found=repeated)
     metadata = {METADATA_KEY: canonical_json(source.metadata).decode(), "format": "pt"}
     specs = [tensor.spec for tensor in source.tensors]
     write_safetensors(path, specs, metadata, lambda spec: source.pieces(by_name[spec.name]))

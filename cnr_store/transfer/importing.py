@@ -22,6 +22,7 @@ from cnr_store.format.document_tree import Default
 from cnr_store.format.documents import loads
 from cnr_store.format.layout import check_names
 from cnr_store.runtime.notebook import ShownReport
+from cnr_store.runtime.threads import windows
 from cnr_store.segment.codes import array_specs
 from cnr_store.store import Store
 from cnr_store.transfer.export_folder import open_export
@@ -205,12 +206,12 @@ def check_planned(file: TensorFile, plan: ImportPlan, options: TableOptions | No
 def _check_finite(table: str, tensors: Sequence[Tensor]) -> None:
     """Raise if a row of a table, or of its slots, has NaN or Inf."""
     num_rows = len(tensors[0].values)
-    step = max(1, _WINDOW_BYTES // max(1, sum(one.values.nbytes for one in tensors) // max(1, num_rows)))
+    row_bytes = sum(one.values.nbytes for one in tensors) // max(1, num_rows)
     first, count = 0, 0
-    for start in range(0, num_rows, step):
-        is_bad = np.zeros(min(step, num_rows - start), np.bool_)
+    for start, stop in windows(num_rows, row_bytes, _WINDOW_BYTES):
+        is_bad = np.zeros(stop - start, np.bool_)
         for one in tensors:
-            block = widths.to_float32(one.values[start : start + step], one.dtype)  # type: ignore[arg-type]
+            block = widths.to_float32(one.values[start:stop], one.dtype)  # type: ignore[arg-type]
             is_bad |= ~np.isfinite(block).reshape(len(is_bad), -1).all(axis=1)
         if is_bad.any():
             first = first if count else start + int(is_bad.argmax())

@@ -8,7 +8,7 @@ the package in both directions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -93,7 +93,10 @@ def write_safetensors(path: Path, specs: Iterable[TensorSpec], metadata: Mapping
     names = [spec.name for spec in ordered]
     repeated = next((a for a, b in pairwise(sorted(names)) if a == b), None)
     if repeated is not None or "__metadata__" in names:
-        raise BadInput(f"two tensors of the file would have the name {repeated or '__metadata__'!r}", found=repeated)
+        raise BadInput(
+            f"two tensors of the file would have the name {repeated or '__metadata__'!r}; write them separately",
+            found=repeated,
+        )
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for spec in ordered:
@@ -172,10 +175,3 @@ def _tensor(path: Path, name: str, entry: _Entry, data: npt.NDArray[np.uint8]) -
     if start % carrier.itemsize or (stop - start) % carrier.itemsize:
         block = block.copy()
     return Tensor(dtype, block.view(carrier).reshape(entry.shape))
-
-
-def row_windows(num_rows: int, row_bytes: int, window_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield half-open row ranges of at most ``window_bytes``; at least one row each."""
-    span = max(1, window_bytes // max(1, row_bytes))
-    for start in range(0, num_rows, span):
-        yield start, min(start + span, num_rows)

@@ -18,7 +18,7 @@ from cnr_store.format.records import Manifest
 from cnr_store.read.joined_replay import right_states
 from cnr_store.read.plan import TablePlan, by_columns, clip, is_sparse, plan_table
 from cnr_store.read.replay import Replay, finish, named_rows
-from cnr_store.runtime.threads import Workers, blocks
+from cnr_store.runtime.threads import Workers, windows
 from cnr_store.segment.codes import ABSENT, ESCAPED, ArraySpec, TableCodes, array_specs
 from cnr_store.segment.reader import SegmentReader
 from cnr_store.segment.shards import whole_of
@@ -112,7 +112,7 @@ def _check_run(
     found = dict.fromkeys(run, 0)
     engine = Replay(readers, workers)
     widest = max(sum(spec.width * spec.memory_dtype.itemsize for spec in _additive(piece)) for piece in pieces)
-    for start, stop in blocks(num_rows if listed is None else len(listed), max(1, WINDOW_BYTES // widest)):
+    for start, stop in windows(num_rows if listed is None else len(listed), widest, WINDOW_BYTES):
         rows = None if listed is None else listed[start:stop]
         for piece in pieces:
             clipped = clip(piece, start, stop) if rows is None else clip(piece, int(rows[0]), int(rows[-1]) + 1)

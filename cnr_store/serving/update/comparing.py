@@ -16,7 +16,7 @@ import numpy.typing as npt
 from cnr_store.format.records import TableSchema
 from cnr_store.read.plan import plan_table
 from cnr_store.read.replay import ChunkReader, matching
-from cnr_store.runtime.threads import Workers, blocks
+from cnr_store.runtime.threads import Workers, blocks, windows
 from cnr_store.segment.codes import ABSENT, CODED, ESCAPED, Array, ExactRows
 from cnr_store.serving.rows import gather
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
@@ -67,7 +67,7 @@ def reread_rows(readers: Sequence[ChunkReader], served: ServedTable, rows: RowId
     kind, schema = served.kind, readers[-1].manifest.tables[served.name]
     found = _Differing(served, workers)
     plan = plan_table([reader.manifest for reader in readers], served.name, rows=rows)
-    for low, high in blocks(len(rows), max(1, READ_BYTES // (4 * kind.dim))):
+    for low, high in windows(len(rows), 4 * kind.dim, READ_BYTES):
         part = rows[low:high]
         out = np.empty((len(part), kind.width), served.base.rows.dtype)
         found.put(part, read_content(readers, plan, part, kind, workers, out))

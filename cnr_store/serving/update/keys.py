@@ -14,7 +14,7 @@ import numpy.typing as npt
 from cnr_store.read.plan import TablePlan
 from cnr_store.read.replay import ChunkReader, Replay, named_rows
 from cnr_store.read.table_reader import WINDOW_BYTES, read_codes
-from cnr_store.runtime.threads import Workers, blocks
+from cnr_store.runtime.threads import Workers, windows
 from cnr_store.segment.codes import ABSENT, Array, TableCodes, array_specs
 from cnr_store.serving.rows.served_table import RowKind
 from cnr_store.serving.rows.shards import HashShard, Shard, is_in_shard
@@ -45,8 +45,7 @@ def rows_of_keys(
     """
     keys = _keys_in(readers, plan, shard)
     spec = array_specs(plan.schema)["codes"]
-    most = max(1, WINDOW_BYTES // (spec.width * spec.memory_dtype.itemsize))
-    for low, high in blocks(len(keys), most):
+    for low, high in windows(len(keys), spec.width * spec.memory_dtype.itemsize, WINDOW_BYTES):
         window = keys[low:high]
         out = np.empty((len(window), kind.width), dtype)
         yield window, read_content(readers, plan, window, kind, workers, out)
