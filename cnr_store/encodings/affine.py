@@ -56,7 +56,7 @@ def encode(
         float32, C-contiguous, (n, dim). Read only. float16 and bfloat16 tables are widened by the caller.
     encoding
         Its ``search``: "grid" (a grid of ranges, then least squares), "minmax", or "greedy" (the paper's, keeping the
-        best point; settings: `choose.choose_greedy`). Its ``param_dtype``: see `params_fit`.
+        best point; settings: `choose.REFERENCE_SETTINGS`). Its ``param_dtype``: see `params_fit`.
     out_codes
         uint8, (n, packing.packed_width(dim, bits)), overwritten. Owned by the caller, as are the next two.
     out_scale, out_zero_point
@@ -210,7 +210,7 @@ def search_params(values: Float32s, encoding: Affine, *, out_scale: Float32s, ou
         if num_bins is None or ratio is None or num_bins < 2 or not 0.0 <= ratio <= 1.0:
             raise BadInput(
                 f"the greedy search needs num_bins of at least 2 and a ratio in [0, 1], found num_bins={num_bins}, "
-                f"ratio={ratio}; `choose_greedy` picks them on a sample"
+                f"ratio={ratio}"
             )
         path = greedy_path(bits, num_bins, ratio)
         affine_kernels.greedy_params(values, max_code, path, np.float32(1.0 / num_bins), out_scale, out_zero_point)
@@ -232,34 +232,6 @@ def row_errors(values: Float32s, encoding: Affine) -> npt.NDArray[np.float64]:
         values, _as_float32(stored[0]), _as_float32(stored[1]), np.float32(2**encoding.bits - 1), errors
     )
     return errors
-
-
-def greedy_distances(
-    values: Float32s, bits: int, bins: tuple[int, ...], ratios: tuple[float, ...]
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-    """Return the mean distance of the rows from their codes, for each number of bins and ratio, and the search's steps.
-
-    A path of a smaller ratio is a beginning of a longer one: one search gives the errors of every ratio. Parameters
-    are not rounded. `values` (n, dim) must be codable, with at least one row; returns float64 and int64 (bins, ratios).
-    """
-    paths, starts, steps = _greedy_paths(bits, bins, ratios)
-    distances = np.empty(steps.shape)
-    affine_kernels.greedy_distances(values, np.float32(2**bits - 1), paths, starts, steps, distances)
-    distances /= len(values)
-    return distances, steps
-
-
-@lru_cache(maxsize=8)
-def _greedy_paths(
-    bits: int, bins: tuple[int, ...], ratios: tuple[float, ...]
-) -> tuple[Float32s, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the longest paths one after the other, where each begins and ends, and steps by bins and ratio."""
-    paths = np.concatenate([greedy_path(bits, num_bins, 1.0) for num_bins in bins])
-    starts = np.cumsum((0, *bins))
-    steps = np.array([[len(greedy_path(bits, num_bins, ratio)) - 1 for ratio in ratios] for num_bins in bins])
-    for array in (paths, starts, steps):
-        array.flags.writeable = False
-    return paths, starts, steps
 
 
 @lru_cache(maxsize=64)

@@ -298,14 +298,8 @@ def _walk_greedily(
     path: npt.NDArray[np.float32],
     bin_width: np.float32,
     lane: npt.NDArray[np.float32],
-    errors: npt.NDArray[np.float32],
-) -> int:
-    """Find each lane's best parameters on its greedy path; return the last step at which any of them can change.
-
-    `errors` (steps + 1, LANES) gets the least error up to each step, in units of the squared width, up to the returned
-    step; nothing if it has no rows.
-    """
-    keeps_errors = errors.shape[0] > 0  # a loop each: to compile assignments of slices takes two seconds
+) -> None:
+    """Find each lane's best parameters on its greedy path."""
     _range_error(tile, _ZERO, path[0, 1], max_code, lane[_ERROR])
     for r in range(LANES):
         lane[_BEST_ERROR, r] = lane[_ERROR, r] * (path[0, 0] * path[0, 0])
@@ -313,15 +307,12 @@ def _walk_greedily(
         lane[_BEST_ZERO, r] = _ZERO
         lane[_RAISED, r] = _ZERO
         lane[_ZERO_LOW, r] = _ZERO
-    if keeps_errors:
-        for r in range(LANES):
-            errors[0, r] = lane[_BEST_ERROR, r]
     for k in range(1, path.shape[0]):
         if k % _STEPS_BETWEEN_BOUNDS == 0:
             for r in range(LANES):
                 lane[_ZERO_LOW, r] = lane[_RAISED, r] * bin_width
             if _cannot_improve(tile, lane[_ZERO_LOW], path[k - 1, 0] * max_code, lane):
-                return k - 1
+                return
         scale = path[k, 0]
         squared = scale * scale
         _shrink_errors(tile, bin_width, path[k, 1], max_code, lane)
@@ -334,11 +325,6 @@ def _walk_greedily(
                 lane[_BEST_ERROR, r] = error
                 lane[_BEST_SCALE, r] = scale
                 lane[_BEST_ZERO, r] = low
-        if keeps_errors:
-            for r in range(LANES):
-                errors[k, r] = lane[_BEST_ERROR, r]
-    last: int = path.shape[0] - 1
-    return last
 
 
 @njit(nogil=True, fastmath=_FINITE)
@@ -358,45 +344,10 @@ def greedy_params(
     num_rows, dim = values.shape
     tile = np.empty((dim, LANES), np.float32)
     lane = np.empty((_LANE_ROWS, LANES), np.float32)
-    no_errors = np.empty((0, LANES), np.float32)
     for first in range(0, num_rows, LANES):
         count = _load_tile(values, first, tile, lane)
-        _walk_greedily(tile, max_code, path, bin_width, lane, no_errors)
+        _walk_greedily(tile, max_code, path, bin_width, lane)
         _store_best(first, count, lane, out_scale, out_zero_point)
-
-
-@njit(nogil=True, fastmath=_FINITE)
-def greedy_distances(
-    values: npt.NDArray[np.float32],
-    max_code: np.float32,
-    paths: npt.NDArray[np.float32],
-    starts: npt.NDArray[np.int64],
-    steps: npt.NDArray[np.int64],
-    out: npt.NDArray[np.float64],
-) -> None:
-    """Add up the rows' distances from their codes, by number of bins and by steps of the greedy search.
-
-    `paths[starts[b] : starts[b + 1]]` is the longest path of the b-th number of bins, which is its length. `steps` and
-    `out` (bins, n): `out[b, i]` gets the distances after `steps[b, i]` steps, which do not fall along a row.
-    """
-    num_rows, dim = values.shape
-    tile = np.empty((dim, LANES), np.float32)
-    lane = np.empty((_LANE_ROWS, LANES), np.float32)
-    errors = np.empty((paths.shape[0], LANES), np.float32)
-    out[:] = 0.0
-    for first in range(0, num_rows, LANES):
-        count = _load_tile(values, first, tile, lane)
-        for b in range(steps.shape[0]):
-            path = paths[starts[b] : starts[b + 1]]
-            last = _walk_greedily(tile, max_code, path, _ONE / np.float32(path.shape[0]), lane, errors)
-            summed, distance = -1, 0.0
-            for i in range(steps.shape[1]):
-                step = min(steps[b, i], last)
-                if step != summed:
-                    summed, distance = step, 0.0
-                    for r in range(count):
-                        distance += np.sqrt(np.float64(errors[step, r])) * np.float64(lane[_WIDTH, r])
-                out[b, i] += distance
 
 
 @njit(nogil=True)

@@ -175,13 +175,9 @@ def _agreed_encoding(proposals: Sequence[Proposal]) -> Any:
     same_kind = [one for one in proposals if type(one.schema.encoding) is type(first)]
     if len(same_kind) < len(proposals) or len({one.schema.encoding for one in proposals}) == 1:
         return first
-    measured = [one for one in proposals if one.elements] or list(proposals)
     if isinstance(first, Lattice):
         choices = [one.choice or ScaleChoice(one.schema.encoding.scale, 0, 0.0, 0.0) for one in proposals]  # type: ignore[union-attr]
         return Lattice(scale=pooled(choices, [one.elements for one in proposals]).scale)
-    if isinstance(first, Affine):
-        largest: Affine = max(measured, key=lambda one: one.elements).schema.encoding  # type: ignore[assignment]
-        encodings: list[Affine] = [one.schema.encoding for one in measured]  # type: ignore[misc]
-        is_wide = any(encoding.param_dtype == "float32" for encoding in encodings)
-        return msgspec.structs.replace(largest, param_dtype="float32") if is_wide else largest
+    if isinstance(first, Affine):  # of the same options: some rows need wide parameters
+        return msgspec.structs.replace(first, param_dtype="float32")
     return first

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.encodings import affine, widths
-from cnr_store.encodings.choose import choose_greedy, expected_bits
+from cnr_store.encodings.choose import REFERENCE_SETTINGS, expected_bits
 from cnr_store.encodings.lattice import LARGEST_SCALE, SMALLEST_SCALE
 from cnr_store.encodings.sampling import RowSample
 from cnr_store.encodings.scale import ScaleChoice, choose_scale, measure_scale, measure_scales
@@ -142,7 +142,7 @@ def choose_encoding(
     sample: RowSample | npt.NDArray[Any],
     choice: ScaleChoice | None = None,
 ) -> Encoding:
-    """Return the encoding that the options ask for; a scale or search settings are chosen on the sample.
+    """Return the encoding that the options ask for; a scale is chosen on the sample.
 
     Parameters are those of `table_schema`.
 
@@ -164,7 +164,7 @@ def choose_encoding(
         rows = to_float32(_sampled(sample, dtype).rows(), dtype)
         if rows.size and not affine.params_fit(rows, param_dtype, bits=width):
             param_dtype = "float32"
-        num_bins, ratio = choose_greedy(rows, width) if options.search == "greedy" else (None, None)
+        num_bins, ratio = REFERENCE_SETTINGS[width] if options.search == "greedy" else (None, None)
         return Affine(bits=width, search=options.search, param_dtype=param_dtype, num_bins=num_bins, ratio=ratio)
     choice = choice or choose_table_scale(options, dtype, sample)
     assert choice is not None  # it is a lattice

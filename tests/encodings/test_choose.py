@@ -53,58 +53,15 @@ def test_sample_error_leaves_out_rows_that_cannot_be_encoded() -> None:
 
 
 @pytest.mark.parametrize("bits", packing.WIDTHS)
-def test_chosen_greedy_settings_are_near_the_best_tried(bits: int) -> None:
-    sample = gauss(200, 32)
-    num_bins, ratio = choose.choose_greedy(sample, bits)
-
-    def error(bins: int, share: float) -> float:
-        return sample_mse(
-            sample,
-            Affine(bits=bits, search="greedy", param_dtype="float32", num_bins=bins, ratio=share),  # type: ignore[arg-type]
-        )
-
-    assert num_bins in choose.GREEDY_BINS
-    assert ratio in choose.GREEDY_RATIOS
-    # Chosen by mean l2, not mean squared error.
-    assert error(num_bins, ratio) <= 1.01 * min(
-        error(bins, share) for bins in (25, 50, 200) for share in (0.2, 0.5, 1.0)
-    )
-
-
-@pytest.mark.parametrize("bits", packing.WIDTHS)
-def test_reference_settings_have_about_the_error_of_chosen_ones(bits: AffineBits) -> None:
+def test_reference_settings_have_about_the_error_of_the_best_tried(bits: AffineBits) -> None:
     samples = [gauss(512, 16), gauss(256, 64), np.random.default_rng(0).uniform(-1, 1, (512, 16)).astype(np.float32)]
 
-    def error(sample: Float32s, settings: tuple[int, float]) -> float:
-        return sample_mse(sample, Affine(bits=bits, search="greedy", num_bins=settings[0], ratio=settings[1]))
+    def error(sample: Float32s, num_bins: int, ratio: float) -> float:
+        return sample_mse(sample, Affine(bits=bits, search="greedy", num_bins=num_bins, ratio=ratio))
 
-    chosen = [error(one, choose.choose_greedy(one, bits)) for one in samples]
-
-    assert [error(one, choose.REFERENCE_SETTINGS[bits]) for one in samples] == pytest.approx(chosen, rel=0.015)
-
-
-@pytest.mark.parametrize("bits", packing.WIDTHS)
-def test_one_search_gives_the_errors_of_every_shorter_path(bits: AffineBits) -> None:
-    rows = gauss(150, 24)
-    rows[3], rows[4] = 7.5, 0.0
-    rows[5] *= 100
-
-    distances, _ = affine.greedy_distances(rows, bits, choose.GREEDY_BINS, choose.GREEDY_RATIOS)
-
-    for num_bins, by_ratio in zip(choose.GREEDY_BINS, distances, strict=True):
-        for ratio, distance in zip(choose.GREEDY_RATIOS, by_ratio, strict=True):
-            alone = Affine(bits=bits, search="greedy", param_dtype="float32", num_bins=num_bins, ratio=ratio)
-            assert distance == pytest.approx(np.sqrt(affine.row_errors(rows, alone)).mean(), rel=1e-4)
-
-
-def test_coarse_codes_get_a_longer_greedy_path_than_fine_ones() -> None:
-    sample = gauss(200, 64)
-    assert choose.choose_greedy(sample, 2)[1] > choose.choose_greedy(sample, 8)[1]
-
-
-def test_without_rows_the_papers_greedy_settings_hold() -> None:
-    assert choose.choose_greedy(np.empty((0, 8), np.float32), 2) == (25, 1.0)
-    assert choose.choose_greedy(np.full((2, 8), np.nan, np.float32), 4) == (45, 0.2)
+    for one in samples:
+        best = min(error(one, bins, share) for bins in (10, 25, 50, 100, 200) for share in (0.1, 0.2, 0.5, 1.0))
+        assert error(one, *choose.REFERENCE_SETTINGS[bits]) <= 1.02 * best
 
 
 @pytest.mark.parametrize(

@@ -135,14 +135,6 @@ def test_affine_rows_get_wide_parameters_if_one_shard_needs_them() -> None:
     assert agree("t", proposals([small, small], options)).encoding.param_dtype == "float16"  # type: ignore[union-attr]
 
 
-def test_greedy_settings_are_those_of_the_largest_shard() -> None:
-    rng = np.random.default_rng(8)
-    pieces = [rng.standard_normal((n, 8)).astype(np.float32) for n in (5, 300)]
-    given = proposals(pieces, TableOptions(encoding="affine", bits=2, search="greedy"))
-
-    assert agree("t", given).encoding == given[1].schema.encoding
-
-
 def test_the_generation_is_the_newest_that_a_rank_knows() -> None:
     rows = np.ones((3, 2), np.float32)
     options = TableOptions(scale=1.0)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cnr_store import BadInput, ChunkCache, CompactionPolicy, RetentionPolicy, Store, TableOptions
+from cnr_store.encodings.choose import REFERENCE_SETTINGS
 from cnr_store.encodings.sampling import SAMPLE_ROWS, RowSample
 from cnr_store.errors import BadDtype, BadShape
 from cnr_store.runtime.threads import Workers, check_rate
@@ -164,9 +165,9 @@ def test_affine_parameters_widen_where_half_precision_does_not_reach() -> None:
     assert choose_encoding(TableOptions(encoding="affine"), "float32", large).param_dtype == "float32"  # type: ignore[union-attr]
 
 
-def test_greedy_settings_are_chosen_for_the_greedy_search_alone() -> None:
+def test_the_greedy_search_alone_has_settings_which_are_those_of_its_bits() -> None:
     greedy = chosen(encoding="affine", bits=4, search="greedy")
-    assert greedy.num_bins is not None
+    assert (greedy.num_bins, greedy.ratio) == REFERENCE_SETTINGS[4]
     assert chosen(encoding="affine", bits=4, search="minmax").num_bins is None
 
 
