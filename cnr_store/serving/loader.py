@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cnr_store.errors import BadInput
 from cnr_store.format.layout import branch_of
-from cnr_store.format.records import TableSchema
 from cnr_store.log.clock import wall_ms
 from cnr_store.runtime.arguments import check_not_one, checked_choice
 from cnr_store.runtime.closing import Closing
@@ -157,24 +156,12 @@ class Loader(TableLookups, Closing):
     # What lookups see.
 
     @property
-    def version(self) -> int:
-        """The version that lookups see."""
-        return self._queue.view.version
-
-    @property
-    def step(self) -> int:
-        """The training step of it."""
-        return self._queue.view.step
-
-    @property
-    def tables(self) -> dict[str, TableSchema]:
-        """Table name to schema, of that version."""
-        return {name: table.schema for name, table in self._queue.view.tables.items()}
-
-    @property
     def dense(self) -> Mapping[str, Array]:
-        """Dense tensors by name, of that version (bfloat16 as uint16, bool as uint8); not to be written."""
-        return self._queue.view.dense
+        """Dense tensors by name, of the version that lookups see (bfloat16 as uint16, bool as uint8); read only."""
+        return self._view().dense
+
+    def _view(self) -> View:
+        return self._queue.view
 
     @property
     def store(self) -> Store:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from cnr_store.errors import BadInput, StorageFailure
@@ -90,7 +91,7 @@ class LoaderProcess(AttachedTables):
         )  # fmt: skip
         try:
             with end:
-                self._process.start()
+                _start(self._process)
             self._answer()
             super().__init__(os.fspath(shared))
         except BaseException:
@@ -173,6 +174,20 @@ class LoaderProcess(AttachedTables):
         if error is not None:
             raise error
         return value
+
+
+def _start(process: BaseProcess) -> None:
+    try:
+        process.start()
+    except OSError:
+        raise
+    except Exception as error:
+        # What cannot be pickled raises errors of many kinds.
+        raise BadInput(
+            f"the arguments of a loader in another process cannot be sent there ({error}); give functions of modules "
+            "that it can import, no lambdas and no functions within functions",
+            found=str(error),
+        ) from error
 
 
 def _disown() -> None:

@@ -30,7 +30,7 @@ _NO_CREDENTIALS = frozenset({
 })  # fmt: skip
 """Exception classes of the drivers' libraries (botocore, google.auth, azure.identity)."""
 _ADVICE = {
-    errno.ENOSPC: ": the disk is full; free some space, then `cnr maintain` deletes what no version needs",
+    errno.ENOSPC: ": the disk is full; free some space, then `cnr maintain`, or a relay's next round, deletes more",
     errno.EDQUOT: ": the quota is used up; free some space there",
     errno.EFBIG: ": the file system, or a limit of this process (ulimit -f), allows no file of that size",
 }

@@ -121,6 +121,8 @@ def test_a_child_follows_and_obeys(store: Store, tmp_path: Path) -> None:
         loader.pin(first)
         check_serves(loader, store, first)
 
+        assert loader.tables == {"user": store.snapshot(first).tables["user"]}
+
         metrics = loader.metrics()
         assert (metrics.version, metrics.lookups) == (first, 5)
         with pytest.raises(VersionNotFound):
@@ -237,3 +239,5 @@ def test_what_needs_one_process_is_refused(store: Store, tmp_path: Path) -> None
         LoaderProcess(store, shared=tmp_path / "m")  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="publish"):
         LoaderProcess(store.url, shared=tmp_path / "m", publish="apply")
+    with pytest.raises(BadInput, match="modules"):
+        LoaderProcess(store.url, options=LoaderOptions(validate=lambda _: True), shared=tmp_path / "m")

@@ -61,7 +61,7 @@ def test_what_is_asked_for_is_done(root: Path, tmp_path: Path) -> None:
     near = tmp_path / "near"
     cnr(
         "relay", root, near, "--once", "--start", 2, "--keep-last", 1, "--grace", 0, "--bandwidth", "1GiB",
-        "--keep-within", "1s",
+        "--keep-within", "1s", "--threads", 3,
     )  # fmt: skip
     everything = tmp_path / "everything"
     cnr("relay", root, everything, "--once", "--start", 2, "--keep-last", 1, "--grace", "0s", "--no-trim")

@@ -201,9 +201,11 @@ def place_options(texts: Sequence[str] | None) -> PlaceOptions:
     return PlaceOptions(storage_options=options or None, unsafe_single_writer=is_unsafe)
 
 
-def open_store(url: str, storage_options: Sequence[str] | None, branch: str | None = None) -> Store:
+def open_store(
+    url: str, storage_options: Sequence[str] | None, branch: str | None = None, threads: int | None = None
+) -> Store:
     """Return the opened store, or its branch, of a command."""
-    return Store.open(url, branch=branch, **place_options(storage_options))
+    return Store.open(url, branch=branch, threads=threads, **place_options(storage_options))
 
 
 def named_version(store: Store, version: int | None, step: int | None, tag: str | None = None) -> int | None:

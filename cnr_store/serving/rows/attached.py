@@ -84,19 +84,12 @@ class AttachedTables(TableLookups, Closing):
         self._attach()
 
     @property
-    def version(self) -> int:
-        """The version that a lookup would read now."""
-        return self.newest_view()[0].version
-
-    @property
-    def step(self) -> int:
-        """The training step of that version."""
-        return self.newest_view()[0].step
-
-    @property
     def retries(self) -> int:
         """How often a view was merged under a lookup, which then read again."""
         return self._lookups.retries
+
+    def _view(self) -> View:
+        return self.newest_view()[0]
 
     def close(self) -> None:
         """Forget what is mapped; it is unmapped when no array of it is left. Rows of batches are copies and stay."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, CnrStoreError, TableNotFound
+from cnr_store.format.records import TableSchema
 from cnr_store.read.id_maps import checked_map, map_names
 from cnr_store.runtime.arguments import check_not_one
 from cnr_store.segment.codes import Array
@@ -135,10 +137,29 @@ class Lookups:
         """Between the copy of the rows and the look at the board; tests merge here."""
 
 
-class TableLookups:
+class TableLookups(ABC):
     """The lookups of an object that serves tables: a `Loader`, or an `AttachedTables`. Subclasses set ``_lookups``."""
 
     _lookups: Lookups
+
+    @property
+    def version(self) -> int:
+        """The version that a lookup would read now."""
+        return self._view().version
+
+    @property
+    def step(self) -> int:
+        """The training step of that version."""
+        return self._view().step
+
+    @property
+    def tables(self) -> dict[str, TableSchema]:
+        """Table name to schema, of that version."""
+        return {name: table.schema for name, table in self._view().tables.items()}
+
+    @abstractmethod
+    def _view(self) -> View:
+        """Return the view that a lookup would read now."""
 
     def lookup(self, table: str, row_ids: npt.ArrayLike, out: Array | torch.Tensor | None = None) -> Any:
         """Return rows of a table: (n, dim), in the order of the ids, in the served dtype; absent rows are the fill.

@@ -63,6 +63,9 @@ def relay(
     bandwidth: Annotated[
         str | None, typer.Option("--bandwidth", metavar="SIZE", help="Maximum bytes per second to copy: 200MiB.")
     ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", help="Objects to copy at once; each is in memory.", min=1)
+    ] = None,
     branch: Branch = None,
     storage_option: StorageOptions = None,
     target_option: TargetOptions = None,
@@ -82,7 +85,7 @@ def relay(
     if once and (watch or news is not None):
         raise BadInput("--once looks once: leave out --watch and --news")
     policy = RetentionPolicy(keep_last=keep_last, keep_within_s=optional_duration(keep_within, "--keep-within"))
-    with open_store(url, storage_option, branch) as store, ExitStack() as stack:
+    with open_store(url, storage_option, branch, threads) as store, ExitStack() as stack:
         mirror = Relay(
             store, target, start=start, policy=policy, grace_s=parse_duration(grace, "--grace"), trims=not no_trim,
             bytes_per_s=optional_size(bandwidth, "--bandwidth"),
