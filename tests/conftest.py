@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -32,6 +33,10 @@ def _has_room() -> bool:
 
 if _has_room():
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", _MEMORY)
+
+# A shell without job control starts what it runs in the background deaf to Ctrl-C, which some tests send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes depends on what else the machine does, and on which kernels are compiled already.
 settings.register_profile("any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
