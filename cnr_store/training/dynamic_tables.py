@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cnr_store.errors import DoesNotApply
+from cnr_store.errors import BadDtype, BadRowIds, DoesNotApply
 from cnr_store.read.snapshot import Snapshot
 from cnr_store.segment.shards import KeyShare
 from cnr_store.store.store import Store
@@ -67,16 +67,25 @@ class DynamicTable(Protocol):
         """Return all keys, ascending."""
 
     def rows(self, keys: RowIds) -> KeyedRows:
-        """Return rows that are there, copied: values, slots and scores of one instant."""
+        """Return the rows of exactly these keys, copied: values, slots and scores of one instant.
+
+        They are keys that `keys` or `take_changes` has just returned, so each has a row.
+        """
 
     def take_changes(self) -> KeyChanges:
-        """Return what changed since the last call, and forget it."""
+        """Return what changed since the last call, and forget it. What counts is whether a key has a row now.
+
+        So a key that was evicted and admitted again is touched, and one that was admitted and evicted again is evicted.
+        """
 
     def give_back(self, changes: KeyChanges) -> None:
         """Count changes again: the save that took them failed. Some may have changed since."""
 
     def replay(self, rows: KeyedRows, evicted: RowIds) -> None:
-        """Put rows with their scores, replacing those that are there, and remove evicted keys. These are no changes."""
+        """Put rows with their scores, replacing those that are there, and remove evicted keys. These are no changes.
+
+        What has to go because there is no room for all rows is one: `take_changes` names it as evicted.
+        """
 
     def clear(self) -> None:
         """Forget all rows, and what changed."""
@@ -221,7 +230,15 @@ class DynamicTables:
 
 
 def stage_changes(dynamic: DynamicTables, txn: Transaction) -> list[StagedKeys]:
-    """Take what changed, and copy what the transaction is to have of it. If it raises, nothing is taken."""
+    """Take what changed, and copy what the transaction is to have of it. If it raises, nothing is taken.
+
+    Raises
+    ------
+    BadRowIds
+        A table names a key as touched and as evicted, or gives rows of other keys than it was asked for.
+    BadDtype
+        Scores are not uint64.
+    """
     staged: list[StagedKeys] = []
     try:
         for name, table in sorted(dynamic.tables.items()):
@@ -229,7 +246,10 @@ def stage_changes(dynamic: DynamicTables, txn: Transaction) -> list[StagedKeys]:
             is_whole = is_new or txn.kind == "baseline"
             changed = table.take_changes()
             try:
-                rows = table.rows(table.keys() if is_whole else changed.touched)
+                _check_changes(name, changed)
+                keys = table.keys() if is_whole else changed.touched
+                rows = table.rows(keys)
+                _check_rows(name, keys, rows)
             except BaseException:
                 table.give_back(changed)
                 raise
@@ -249,9 +269,36 @@ def give_back_changes(dynamic: DynamicTables, staged: Iterable[StagedKeys]) -> N
         dynamic.tables[one.table].give_back(one.changed)
 
 
+def _check_changes(name: str, changed: KeyChanges) -> None:
+    both = np.intersect1d(changed.touched, changed.evicted)
+    if len(both):
+        raise BadRowIds(
+            f"dynamic table {name!r} names key {both[0]} as touched and as evicted; its take_changes() has to name it "
+            "once: as touched if it has a row now, else as evicted",
+            table=name, found=int(both[0]),
+        )  # fmt: skip
+
+
+def _check_rows(name: str, keys: RowIds, rows: KeyedRows) -> None:
+    """Raise if a table left out a row, which would be a change that no save has, or if its scores are no scores."""
+    if not np.array_equal(rows.keys, keys):
+        raise BadRowIds(
+            f"dynamic table {name!r} was asked for the rows of {len(keys)} keys and gave rows of {len(rows.keys)}, or "
+            "of other keys, or in another order; its rows() has to give exactly those that it is asked for, and may "
+            "evict nothing while a save copies",
+            table=name, expected=len(keys), found=len(rows.keys),
+        )  # fmt: skip
+    found = getattr(rows.scores, "dtype", type(rows.scores).__name__)
+    if found != np.uint64:
+        raise BadDtype(
+            f"scores of dynamic table {name!r} are {found}, expected a uint64 array; a table that has none gives zeros",
+            table=name, expected="uint64", found=str(found),
+        )  # fmt: skip
+
+
 def _split(scores: npt.NDArray[np.uint64]) -> list[Array]:
     """Return scores as float32 slots that have every bit of them."""
-    parts, rest = [], scores.astype(np.uint64)
+    parts, rest = [], scores
     for bits in _SCORE_BITS:
         parts.append((rest & np.uint64((1 << bits) - 1)).astype(np.float32))
         rest = rest >> np.uint64(bits)

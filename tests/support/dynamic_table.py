@@ -100,7 +100,8 @@ class HashTable:
         self._evicted |= both - held
 
     def replay(self, rows: KeyedRows, evicted: Any) -> None:
-        before = (set(self._touched), set(self._evicted), self.evictions)
+        touched, evicted_before, evictions = self._touched, self._evicted, self.evictions
+        self._touched, self._evicted = set(), set()
         for key in evicted.tolist():
             at = self._find(key)
             if at is not None:
@@ -110,7 +111,9 @@ class HashTable:
             at = self._place(key) if at is None else at
             self._values[at], self._sum[at] = rows.values[number], rows.slots["sum"][number]
             self._scores[at] = rows.scores[number]
-        self._touched, self._evicted, self.evictions = before
+        without_room = {key for key in self._evicted if self._find(key) is None}
+        self._touched, self._evicted = touched - without_room, evicted_before | without_room
+        self.evictions = evictions
 
     def content(self) -> dict[int, Any]:
         """Every row by key, as bytes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cnr_store import KeyShare, Store, TableOptions, verify_store
-from cnr_store.errors import BadRowIds, DoesNotApply
-from cnr_store.training.dynamic_tables import DynamicTable, DynamicTables, KeyedRows, _joined, _split
+from cnr_store.errors import BadDtype, BadInput, BadRowIds, DoesNotApply
+from cnr_store.training.dynamic_tables import DynamicTable, DynamicTables, KeyChanges, KeyedRows, _joined, _split
 from tests.support.dynamic_table import NO_KEYS, HashTable
 from tests.support.ranks import ThreadRank, on_ranks, outcomes
 from tests.write.many_ranks import new_files, open_store
@@ -141,6 +142,73 @@ def test_a_table_of_another_form_is_refused(store: Store, other: dict[str, Any])
         tables_of(table).restore(store.snapshot(), ALL)
 
     assert len(table.keys()) > 0
+
+
+class Faulty(HashTable):
+    """Breaks the contract in one way, from when ``fault`` is set."""
+
+    fault = ""
+
+    def take_changes(self) -> KeyChanges:
+        found = super().take_changes()
+        if self.fault == "a key is both":  # evicted and admitted again
+            return KeyChanges(found.touched, np.union1d(found.evicted, found.touched[-1:]))
+        return found
+
+    def rows(self, keys: Any) -> KeyedRows:
+        found = super().rows(keys)
+        if self.fault == "a row is left out":  # evicted meanwhile
+            found = super().rows(keys[:-1])
+        scores: Any = {
+            "no scores": None, "signed scores": found.scores.astype(np.int64), "float scores": found.scores / 2
+        }.get(self.fault, found.scores)  # fmt: skip
+        return replace(found, scores=scores)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        ("a key is both", BadRowIds, "table 'user' names key 39 as touched and as evicted"),
+        ("a row is left out", BadRowIds, r"'user' was asked for the rows of \d+ keys and gave rows of"),
+        ("no scores", BadDtype, "scores of dynamic table 'user' are NoneType, expected a uint64 array"),
+        ("signed scores", BadDtype, "are int64, expected a uint64 array"),
+        ("float scores", BadDtype, "are float64, expected a uint64 array"),
+    ],
+)
+def test_a_table_that_breaks_the_contract_is_refused_and_loses_nothing(
+    store: Store, fault: str, error: type[BadInput], message: str
+) -> None:
+    """A key that was named as touched and as evicted was deleted, a row left out was lost, scores were cut."""
+    table = Faulty(4, DIM)
+    tables = tables_of(table)
+    with store.writer() as writer:
+        table.train(np.arange(30), 0)
+        save(tables, writer, 0)
+        before = restored(store)
+        table.train(np.arange(20, 40), 1)
+        table.fault = fault
+        with pytest.raises(error, match=message):
+            save(tables, writer, 1)
+        assert restored(store) == before
+        table.fault = ""
+        save(tables, writer, 2)
+
+    assert restored(store) == table.content()
+
+
+def test_rows_that_a_smaller_table_has_no_room_for_leave_the_store(store: Store) -> None:
+    """The store kept them, and a later restore brought them back beside the training's rows."""
+    table, smaller = HashTable(20, DIM), HashTable(4, DIM)
+    table.train(np.arange(60), 0)
+    with store.writer() as writer:
+        save(tables_of(table), writer, 0)
+    with store.writer() as writer:
+        tables_of(smaller).restore(writer.restore(), ALL)
+        assert len(smaller.content()) == 16
+        smaller.train(batch(1), 1)
+        save(tables_of(smaller), writer, 1)
+
+    assert restored(store) == smaller.content()
 
 
 def test_rows_are_quantized_and_scores_are_exact(store: Store) -> None:
