@@ -93,7 +93,7 @@ class SchemaChanges:
         self.declared.update(self._agree(partial(self._propose, tables, written)))
 
     def _agree(self, propose_own: Callable[[], dict[str, list[Proposal]]]) -> list[str]:
-        """Set the schemas that follow from what all ranks propose; returns the tables. Blocks; all ranks call it."""
+        """Set the schemas that follow from what all ranks propose; returns their tables. Blocks; all ranks call it."""
         ranks = self._state.setup.ranks
         if ranks.world == 1:  # which sends nothing
             [proposals] = together(ranks, propose_own)
@@ -102,10 +102,11 @@ class SchemaChanges:
             for answer in together(ranks, lambda: {table: [*map(_sent, own)] for table, own in propose_own().items()}):
                 for table, given in answer.items():
                     proposals.setdefault(table, []).extend(map(_received, given))
-        for table, given_by_all in sorted(proposals.items()):
-            self.tables[table] = agree(table, given_by_all)
-            self._chose(table, agreed_choice(given_by_all))
-        return list(proposals)
+        agreed = [table for table, given_by_all in sorted(proposals.items()) if given_by_all]
+        for table in agreed:
+            self.tables[table] = agree(table, proposals[table])
+            self._chose(table, agreed_choice(proposals[table]))
+        return agreed
 
     def _propose(self, tables: Mapping[str, Sequence[Declaration]], written: Set[str]) -> dict[str, list[Proposal]]:
         for table, declarations in tables.items():
@@ -156,7 +157,12 @@ class SchemaChanges:
     ) -> None:
         """Add a table with hashed int64 keys. All ranks call it: one scale holds for what each of them samples."""
         own = partial(self._created, table, dim=dim, options=options, dtype=dtype, slots=slots, sample=sample)
-        self._agree(lambda: {table: [own()]})
+        if not self._agree(lambda: {table: own()}):
+            raise BadInput(
+                f"table {table!r}: a scale for bits= is chosen on a sample, and no rank has a row of one; create it "
+                "when a rank has rows (give them as sample=), or give scale= or exact options",
+                table=table,
+            )
         self.options[table] = options or TableOptions()
         self.created.add(table)
 
@@ -169,8 +175,8 @@ class SchemaChanges:
         dtype: str,
         slots: Mapping[str, Literal["row", "element"]],
         sample: Array | None,
-    ) -> Proposal:
-        """What this rank proposes for a new table with hashed keys."""
+    ) -> list[Proposal]:
+        """What this rank proposes for a new table with hashed keys: nothing if it needs rows to do so, and has none."""
         check_name(table)
         if table in self.tables:
             raise BadInput(f"table {table!r} exists", table=table)
@@ -196,17 +202,14 @@ class SchemaChanges:
         }
         chosen = options or TableOptions()
         if rows.shape[0] == 0 and needs_sample(chosen, dtype):
-            raise BadInput(
-                f"table {table!r}: a scale for bits= is chosen on a sample; give sample= (on every rank) or scale=",
-                table=table,
-            )
+            return []
         sampled = RowSample(rows, dtype, is_all=False)  # type: ignore[arg-type]
         choice = choose_table_scale(chosen, dtype, sampled)  # type: ignore[arg-type]
         schema = table_schema(
             table, chosen, num_rows=0, dim=dim, dtype=dtype, sample=sampled, slots=kinds, keys="hashed",  # type: ignore[arg-type]
             generation=self._next_generation(table), choice=choice,
         )  # fmt: skip
-        return Proposal(schema, rows.size, options_text(chosen), choice)
+        return [Proposal(schema, rows.size, options_text(chosen), choice)]
 
     def whole(
         self, table: str, values: Any, dtype: TableDtype, slots: Mapping[str, Any], options: TableOptions | None

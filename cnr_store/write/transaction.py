@@ -141,7 +141,7 @@ class Transaction:
     ) -> None:
         """Add a table with hashed int64 keys; its rows are always ``set``. Of several ranks, all call it; blocks.
 
-        ``sample`` (n, dim) is what a scale is chosen on; lattices with ``bits=`` need it. Ranks may give their own.
+        ``sample`` (n, dim): what a scale is chosen on. ``bits=`` needs some rows on one rank; each rank gives its own.
 
         Raises
         ------

@@ -106,6 +106,28 @@ def started(files: Any, world: int, rows: Rows) -> None:
     on_ranks(world, work)
 
 
+@pytest.mark.parametrize("keys", [[3, 5], [2, 3, 5, 7], []])
+def test_a_rank_without_rows_takes_the_scale_of_the_others(keys: list[int]) -> None:
+    """A table that one rank had no key of yet was refused on all, though the others had rows to choose a scale on."""
+    files = new_files()
+
+    def work(rank: ThreadRank) -> None:
+        with open_store(files) as store, store.writer(ranks=rank, shards={}) as writer, writer.begin(0) as txn:
+            own = {key: float(key) for key in keys if writer.keys.holds(sorted_keys([key]))[0]}
+            sample = np.repeat(np.asarray([*own.values()], np.float32), DIM).reshape(-1, DIM)
+            created(txn, TableOptions(bits=8), sample)
+            write(txn, own)
+
+    outcome = outcomes(2, work)
+
+    with open_store(files) as store:
+        if keys:
+            assert store.snapshot().table("h").read_all()[0].tolist() == keys
+        else:
+            assert all(isinstance(one, BadInput) and "no rank has a row" in str(one) for one in outcome)
+            assert store.head().record.chain == ()
+
+
 def test_a_loader_and_a_stream_see_evictions_of_all_ranks() -> None:
     files = new_files()
     started(files, 2, dict.fromkeys(range(6), 1.0))
