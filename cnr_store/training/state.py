@@ -131,11 +131,15 @@ def plan_state(
         persistent = set(model.state_dict(keep_vars=True))
         dense |= {name: buffer for name, buffer in buffers.items() if name in persistent}
     _refuse_without_memory(parameters | dense)
+    # TorchRec has an empty parameter in place of a table that another rank holds whole, and gives it to the optimizer.
+    elsewhere = {id(one) for name, one in parameters.items() if name in tables and not one.numel()} - is_table.keys()
     names = {id(tensor): name for name, tensor in dense.items()} | is_table
     optimized: dict[int, Optimized] = {}
     for index, optimizer in enumerate(optimizers):
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
+                if id(parameter) in elsewhere:
+                    continue
                 if id(parameter) not in names:
                     raise BadInput(
                         f"optimizer {index} ({type(optimizer).__name__}) has a parameter {tuple(parameter.shape)} that "
@@ -146,7 +150,7 @@ def plan_state(
                 name = names[id(parameter)]
                 optimized[id(parameter)] = Optimized(name, parameter, index, number, id(parameter) in is_table)
     groups = [
-        [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        [[names[id(one)] for one in group["params"] if id(one) not in elsewhere] for group in optimizer.param_groups]
         for optimizer in optimizers
     ]
     every = model.named_parameters(remove_duplicate=False)

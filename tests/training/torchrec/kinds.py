@@ -102,6 +102,10 @@ KINDS: dict[str, Kind] = {
     "processed": Kind(rows_and_tables, collection="processed"),
     "fused_collection": Kind(both(lambda: table_wise(rank=1, compute_kernel="fused")), ADAGRAD, collection="fused"),
     "sequence": Kind(both(lambda: row_wise(compute_kernel="fused")), collection="sequence"),
+    "dense": Kind(
+        lambda: {"t": table_wise(rank=1, compute_kernel="dense"), "u": table_wise(rank=0, compute_kernel="dense")},
+        world=2,
+    ),
     "compiled": Kind(
         both(lambda: row_wise(compute_kernel="fused")), compiles=True, world=2
     ),  # a rank compiles for 20 seconds
@@ -238,7 +242,7 @@ def state_of(training: KindTraining) -> State:
     for table, slots in training.dmp.fused_optimizer.state_dict()["state"].items():
         tensors |= {f"{table}/{slot.rpartition('.')[2]}": value for slot, value in slots.items()}
     for name, parameter in training.dmp.named_parameters():
-        own = training.dense._optimizer.state.get(parameter, {})
+        own = training.dense._optimizer.state.get(parameter, {}) if parameter.numel() else {}  # of a table elsewhere
         tensors |= {f"{name}/{key}": value for key, value in own.items()}
     for name, value in tensors.items():
         for _, row, column, part in parts(name, value):
