@@ -209,9 +209,13 @@ class DynamicTables:
         ------
         CursorExpired
             The changes since then are not kept any more: `restore`.
+        DoesNotApply
+            The store's table has another width or other slots. Nothing was replayed.
+        TableNotFound
         """
         from cnr_store.changes import changes  # brings pyarrow, which no other part of a training needs
 
+        self.found_in(store.snapshot(), strict=False)
         stream = changes(store, since, tables=list(self.tables), slots=True)
         for batch in stream:
             name = batch.column("table")[0].as_py()
