@@ -39,7 +39,11 @@ __all__ = ["DumpImportReport", "DumpedStep", "check_dump", "import_dump", "plan_
 
 Array = npt.NDArray[Any]
 
-_NAME = re.compile(r"(?P<prefix>.+)_step_(?P<step>\d{1,18})(?:_rank_(?P<rank>\d{1,6})_of_(?P<world>\d{1,6}))?\.parquet")
+_NUMBER = "0|[1-9][0-9]{0,%d}"  # with no zero before it: two names of one file would be one
+_NAME = re.compile(
+    rf"(?P<prefix>.+)_step_(?P<step>{_NUMBER % 17})"
+    rf"(?:_rank_(?P<rank>{_NUMBER % 5})_of_(?P<world>{_NUMBER % 5}))?\.parquet"
+)
 _COLUMNS = {
     "global_step": (pa.int64(),),
     "rank": (pa.int32(),),
@@ -372,7 +376,7 @@ def _opened(file: Path) -> Iterator[pq.ParquetFile]:
         with failing_at(file, "read"), pq.ParquetFile(file, buffer_size=_BUFFER_BYTES) as parquet:
             schema = parquet.schema_arrow
             for name, types in _COLUMNS.items():
-                found = schema.field(name).type if name in schema.names else None
+                found = schema.field(name).type if schema.names.count(name) == 1 else None
                 if not any(_same(found, one) for one in types):
                     raise _wrong(file, f"a column {name} of type {found}, not {' or '.join(map(str, types))}")
             yield parquet
@@ -412,7 +416,8 @@ def _floats(file: Path, column: pa.ListArray) -> Array:
     if not is_quantized:
         return rows
     tail = np.ascontiguousarray(rows[:, -_QUANTIZED_TAIL:]).view("<f2").astype(np.float32)
-    decoded: Array = rows[:, :-_QUANTIZED_TAIL].astype(np.float32) * tail[:, :1] + tail[:, 1:]
+    with np.errstate(invalid="ignore"):  # a scale may be Inf or NaN, as the row that was quantized was
+        decoded: Array = rows[:, :-_QUANTIZED_TAIL].astype(np.float32) * tail[:, :1] + tail[:, 1:]
     return decoded
 
 

@@ -202,6 +202,16 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         lambda dump: rewritten(dump / of(1), lambda table: table.drop_columns(["source"])),
         "column source of type None",
     ),
+    "a column twice": (  # a KeyError
+        lambda dump: rewritten(
+            dump / of(1), lambda table: pa.table([*table.columns, table["key_id"]], [*table.column_names, "key_id"])
+        ),
+        "column key_id of type None",
+    ),
+    "a second name of a file": (  # its rows were left out
+        lambda d: (d / of(1).replace("rank_1", "rank_01")).write_bytes((d / of(1)).read_bytes()),
+        "step_1100_rank_01_of_2.parquet is no file of a dump",
+    ),
     "no Parquet": (lambda dump: (dump / of(1)).write_bytes(b"PAR1 no"), "cannot be read as Parquet"),
 }  # fmt: skip
 
