@@ -49,7 +49,7 @@ pytest_plugins = ["tests.support.servers"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    help_text = "where the models and tensors of the tests are made: `--device cuda` for tests/gpu and tests/training"
+    help_text = "where tests make models and tensors: `--device cuda`, or another of torch"
     parser.addoption("--device", default="cpu", help=help_text)
 
 
@@ -60,7 +60,9 @@ ON_THE_CPU = {
     "test_resume_generators.py": _LOADERS, "test_attach_docs.py": _PROCESSES, "test_recipes_docs.py": _LOADERS,
     "test_ranks.py": _PROCESSES, "test_ranks_killed.py": _PROCESSES, "test_ranks_recover.py": _PROCESSES,
     "test_partial_recovery.py": _PROCESSES, "test_killed.py": _PROCESSES, "test_sharded.py": _PROCESSES,
-    "test_kinds.py": _PROCESSES,
+    "test_kinds.py": _PROCESSES, "test_walk.py": "it counts the files that rows of host memory pass",
+    "test_dense_copies.py": "only tensors of host memory are copied later",
+    "test_metadata_budget.py": "its budget has no generator of a device",
 }  # fmt: skip
 """By file: why its tests do not follow `--device`."""
 

@@ -55,9 +55,8 @@ class Meter:
         Collectives run in ``over``: with its backend, on its threads and streams, and in one order with its own ones.
         """
         if _BACKEND not in dist.Backend.backend_list:
-            dist.Backend.register_backend(
-                _BACKEND, lambda _, metered: metered, extended_api=True, devices=["cpu", "cuda"]
-            )
+            devices = [*dist.Backend.default_device_backend_map]
+            dist.Backend.register_backend(_BACKEND, lambda _, metered: metered, extended_api=True, devices=devices)
         inner = dist.group.WORLD if over is None else over
         assert inner is not None
         made = dist.new_group(

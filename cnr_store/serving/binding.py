@@ -18,6 +18,7 @@ from cnr_store.segment.codes import Array
 from cnr_store.serving.rows.served_table import RowKind, ServedTable
 from cnr_store.serving.rows.tensors import tensor_of
 from cnr_store.types import RowIds
+from cnr_store_gpu.streams import wait_for_streams
 
 WINDOW_BYTES = 64 * 1024 * 1024
 """Bytes of rows on their way to another device or dtype at a time."""
@@ -137,8 +138,7 @@ class ModuleBinding:
                 if at in moved:
                     # A copy: torch shares no memory that may not be written.
                     tensors[name].copy_(tensor_of(dense[at].copy(), entries[at].dtype))
-        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()  # lookups may run on another stream
+        wait_for_streams(tensors.values())  # lookups may run on another stream
 
     def _adopt(self, name: str, tensor: torch.Tensor, table: ServedTable) -> None:
         rows = table.base.rows

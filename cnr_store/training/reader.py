@@ -11,7 +11,7 @@ draws random numbers when it makes an iterator. The generators that a checkpoint
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -204,20 +204,21 @@ def resume(reader: Stateful, state: Any) -> None:
 
 
 def capture_rng() -> dict[str, Any]:
-    """Return the state of every global generator; CUDA generators only if CUDA is in use. Takes microseconds."""
+    """Return the state of every global generator; those of devices only if a device is in use. Takes microseconds."""
     state: dict[str, Any] = {
         "python": _python_state(),
         # Much training code still draws from numpy's global generator.
         "numpy": np.random.get_state(),  # noqa: NPY002
         "torch": _torch_state(torch.get_rng_state()),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = list(torch.cuda.get_rng_state_all())
+    for kind, module in _device_generators():
+        if module.is_initialized():
+            state[kind] = list(module.get_rng_state_all())
     return state
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Set every global generator that ``state`` names; CUDA ones as far as this machine has devices.
+    """Set every global generator that ``state`` names; those of devices as far as this machine has them.
 
     Raises
     ------
@@ -241,9 +242,16 @@ def _set_generators(state: Mapping[str, Any]) -> None:
         np.random.set_state(state["numpy"])  # noqa: NPY002
     if "torch" in state:
         torch.set_rng_state(_torch_blob(state["torch"]))
-    if "cuda" in state and torch.cuda.is_available():
-        for device, one in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(one, device)
+    for kind, module in _device_generators():
+        for device, one in enumerate(state.get(kind, ())[: module.device_count()]):
+            module.set_rng_state(one, device)
+
+
+def _device_generators() -> Iterator[tuple[str, Any]]:
+    """Yield the kind of accelerator of this machine and torch's module of it, if that has generators of all devices."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None and hasattr(torch.get_device_module(accelerator), "get_rng_state_all"):
+        yield accelerator.type, torch.get_device_module(accelerator)
 
 
 def _python_state() -> dict[str, Any]:

@@ -41,6 +41,7 @@ from cnr_store.write.transaction import Transaction
 from cnr_store.write.writer import Writer
 from cnr_store_gpu import Cumulative, LatticeCodes, RowRequest, StagingBuffers, Taken
 from cnr_store_gpu.bitmap import TakenRows
+from cnr_store_gpu.streams import wait_for_streams
 from cnr_store_gpu.words import Words, rows_of
 
 _COMPARED = 32
@@ -352,12 +353,3 @@ def rows_as_codes(
         if isinstance(spec.encoding, Lattice):
             coded[name] = LatticeCodes(float(spec.scale), tensor=WEIGHT)
     return coded
-
-
-def wait_for_streams(tensors: Iterable[torch.Tensor]) -> None:
-    """Block until what this thread has queued on the devices of these tensors is done.
-
-    Another thread reads them on its own stream, which is not behind this one's. Does nothing for host memory.
-    """
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()

@@ -16,6 +16,7 @@ import torch
 
 from cnr_store_gpu import operators
 from cnr_store_gpu.bitmap import RowBitmap
+from cnr_store_gpu.streams import streams_of
 from cnr_store_gpu.tracked_table import TrackedTable
 
 Group = dict[str, Any]
@@ -105,9 +106,10 @@ class SteppedTables:
             rows = [gradient._indices()[0] for _, gradient in found]
             ends = np.cumsum([0, *(len(indices) for indices in rows)])
             bounds = torch.from_numpy(ends)
-            if bitmap.words.is_cuda:
+            if streams_of(bitmap.device) is not None:
                 # From ordinary memory the host may wait for what the training has queued; torch keeps pinned blocks.
-                bounds = bounds.pin_memory().to(bitmap.device, non_blocking=True)
+                bounds = bounds.pin_memory()
+            bounds = bounds.to(bitmap.device, non_blocking=True)
             operators.mark_slices_here(bitmap.words, torch.cat(rows), bounds, first_words, num_rows)
         return left
 

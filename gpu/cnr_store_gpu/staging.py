@@ -33,6 +33,7 @@ from cnr_store_gpu.gather import RowRequest, check_range, common_rows, index_of,
 from cnr_store_gpu.host_copies import HostCopies, HostLayout, JoinedCopies, host_copies
 from cnr_store_gpu.pinned import PINNED_BYTES, TransitRing, block_sizes
 from cnr_store_gpu.quantize import LatticeCodes, check_codable
+from cnr_store_gpu.streams import streams_of
 from cnr_store_gpu.transfer import Transfer, transfer_for
 
 
@@ -227,7 +228,7 @@ class KeptMemory:
         if flat is not None and flat.numel() >= min(size_bytes + SPARE_BYTES // 2, at_most):
             return
         with contextlib.suppress(RuntimeError, MemoryError):
-            flat = torch.empty(min(size_bytes + SPARE_BYTES, at_most), dtype=torch.uint8)
+            flat = torch.empty(min(size_bytes + SPARE_BYTES, at_most), dtype=torch.uint8, device="cpu")
             flat[::PAGE_BYTES] = 0
             self._next[place] = flat
 
@@ -503,7 +504,7 @@ class StagingBuffers:
 
 
 def _upload(index: torch.Tensor, device: torch.device, memory: KeptMemory, table: str) -> torch.Tensor:
-    if device.type != "cuda" or index.device.type != "cpu":
+    if streams_of(device) is None or index.device.type != "cpu":
         return index.to(device)
     # From ordinary memory the host would wait for all that the training has queued.
     pinned = memory.take(("pinned ids", table, str(device)), tuple(index.shape), index.dtype, pinned=True)

@@ -1,7 +1,7 @@
 """Work of a device beside the training: run functions in order, and copy to the host without blocking the training.
 
 Why this module exists: staging, its ring and its waits are the same for every device, and are tested without one.
-`CudaTransfer` is a side stream with events; `HostTransfer` is threads, for tensors in host memory and on devices
+`StreamTransfer` is a side stream with events; `HostTransfer` is threads, for tensors in host memory and on devices
 without streams.
 """
 
@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from cnr_store.errors import BadInput
+from cnr_store_gpu.streams import streams_of
 
 T = TypeVar("T")
 
@@ -90,39 +91,38 @@ class _HostCopy:
         self._future.result()
 
 
-class CudaTransfer:
+class StreamTransfer:
     """A side stream of the lowest priority, driven by one thread.
 
     Parameters
     ----------
     device
-        A CUDA device; ``cuda`` without a number is the current one.
+        A device with streams; one without a number is the current one.
 
     Raises
     ------
     BadInput
-        Another kind of device.
+        A device without streams.
     """
 
     def __init__(self, device: torch.device) -> None:
-        if device.type != "cuda":
-            raise BadInput(f"a CUDA transfer needs a CUDA device, found {device}", found=str(device))
+        self._streams = streams_of(device)
+        if self._streams is None:
+            raise BadInput(f"a transfer by streams needs a device that has them, found {device}", found=str(device))
         self._device = device
         # 0 is the lowest that CUDA has; kernels of a training that asks for more go first.
-        self._side = torch.cuda.Stream(device, priority=0)
+        self._side = self._streams.Stream(device, priority=0)
         self._driver = ThreadPoolExecutor(1, thread_name_prefix="cnr-stage")
 
-    def record(self) -> torch.cuda.Event:
+    def record(self) -> torch.Event:
         """Return an event on the calling thread's current stream of the device."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return self._recorded(self._streams.current_stream(self._device))
 
-    def run(self, after: torch.cuda.Event, work: Callable[[], T]) -> Future[T]:
+    def run(self, after: torch.Event, work: Callable[[], T]) -> Future[T]:
         """Start ``work`` with the side stream current; the stream waits for the event, the training for nothing."""
 
         def on_the_side() -> T:
-            with torch.cuda.device(self._device), torch.cuda.stream(self._side):
+            with self._streams.device(self._device), self._streams.stream(self._side):
                 self._side.wait_event(after)
                 try:
                     return work()
@@ -135,10 +135,13 @@ class CudaTransfer:
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Mark:
         """Queue a copy to pinned memory and an event after it."""
         target.copy_(source, non_blocking=True)
-        # Blocking: a thread that spins for the event would take a core from the data loader.
-        event = torch.cuda.Event(blocking=True)
-        event.record(self._side)
-        return _Reached(event)
+        return _Reached(self._recorded(self._side))
+
+    def _recorded(self, stream: torch.Stream) -> torch.Event:
+        # Blocking: a thread that spins for a CUDA event would take a core from the data loader. Others have no choice.
+        event: torch.Event = torch.cuda.Event(blocking=True) if self._device.type == "cuda" else self._streams.Event()
+        event.record(stream)
+        return event
 
     def new_block(self, size_bytes: int) -> torch.Tensor:
         """Return page-locked memory.
@@ -163,11 +166,11 @@ class CudaTransfer:
 
 
 class _Reached:
-    """The mark of a CUDA event."""
+    """The mark of an event."""
 
     __slots__ = ("_event",)
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.Event) -> None:
         self._event = event
 
     def wait(self) -> None:
@@ -176,4 +179,4 @@ class _Reached:
 
 def transfer_for(device: torch.device) -> Transfer:
     """Return the `Transfer` for a device."""
-    return CudaTransfer(device) if device.type == "cuda" else HostTransfer()
+    return HostTransfer() if streams_of(device) is None else StreamTransfer(device)

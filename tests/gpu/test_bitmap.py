@@ -103,8 +103,9 @@ def test_kernel_equals_the_numpy_and_the_torch_reference(
     np.bitwise_or.at(by_numpy, first_word + (kept >> 5), np.uint32(1) << (kept & 31).astype(np.uint32))
 
     outside = mark_words(words, array, first_word, num_rows, skip)
-    reference.mark(by_torch, torch.from_numpy(array), first_word, num_rows, skip)
-    reference.mark(by_torch, torch.from_numpy(array), first_word, num_rows, skip)
+    marked = torch.from_numpy(array).to(by_torch.device)
+    reference.mark(by_torch, marked, first_word, num_rows, skip)
+    reference.mark(by_torch, marked, first_word, num_rows, skip)
 
     np.testing.assert_array_equal(words, by_numpy)
     np.testing.assert_array_equal(by_torch.cpu().numpy().view(np.uint32), by_numpy)
@@ -327,7 +328,7 @@ def test_marks_of_many_threads_are_all_kept() -> None:
 
 def test_marks_wait_until_what_is_there_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the copy of the words and their clearing a mark would be in no take."""
-    bitmap = bitmap_of({"t": 100})
+    bitmap = RowBitmap({"t": 100}, "cpu")  # another device has no copy of words to look into
     bitmap.mark("t", [3])
     real, seen = RowBitmap._copy, []
 

@@ -61,7 +61,8 @@ def test_slices_are_marked_as_one_by_one(data: st.DataObject) -> None:
     parts = [data.draw(st.lists(st.integers(-2, 2002), max_size=8)) for _ in names]
     ids = torch.tensor([row for part in parts for row in part], dtype=torch.int64)
     ends = torch.tensor(np.cumsum([0, *map(len, parts)]))
-    together, one_by_one = RowBitmap(rows), RowBitmap(rows)
+    device = torch.get_default_device()
+    together, one_by_one = RowBitmap(rows, device), RowBitmap(rows, device)
     spans = torch.tensor([together.span(name) for name in names], dtype=torch.int64)
 
     operators.mark_slices(together.words, ids, ends, spans[:, 0].contiguous(), spans[:, 1].contiguous())
@@ -72,7 +73,8 @@ def test_slices_are_marked_as_one_by_one(data: st.DataObject) -> None:
 
 
 def test_operators_keep_their_declared_schemas() -> None:
-    words, counts, ids = torch.zeros(64, dtype=torch.int32), torch.zeros(2, dtype=torch.int64), torch.tensor([1, 40])
+    words, ids = torch.zeros(64, dtype=torch.int32), torch.tensor([1, 40])
+    counts = torch.zeros(2, dtype=torch.int64, device="cpu")
     places = torch.tensor([0, 32]), torch.tensor([33, 70])
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
 

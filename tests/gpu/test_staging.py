@@ -114,6 +114,20 @@ def test_rows_that_a_bitmap_left_on_its_device_are_gathered_by(count: int) -> No
     staged.release()
 
 
+def test_room_for_a_larger_gather_is_on_the_host_whatever_the_default() -> None:
+    """It was on torch's default device, where the next gather could not copy to."""
+    weight = torch.arange(4000.0, device="cpu").view(1000, 4)
+    buffers = StagingBuffers()
+    staged = buffers.gather({"t": RowRequest(np.arange(10), {"weight": weight})})
+    with torch.device("meta"):
+        staged.make_room()
+    staged.release()
+
+    later = buffers.gather({"t": RowRequest(np.arange(1000), {"weight": weight})})
+
+    assert torch.equal(later.tensors["t"]["weight"], weight)
+
+
 def test_memory_is_reused_and_grows_only_when_needed() -> None:
     buffers = StagingBuffers()
     tensors = {"weight": torch.randn(1000, 8)}

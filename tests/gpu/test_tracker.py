@@ -275,6 +275,16 @@ def test_what_the_host_counts_stays_there_whatever_the_default_device_is() -> No
     assert found == {"0.weight": [3, 4], "1.weight": [3, 4], "s": [3, 4]}
 
 
+def test_gradients_of_several_tables_are_marked_on_any_device() -> None:
+    """Where the device was not CUDA's, the ends of the slices stayed on the host, and the step raised."""
+    model = nn.ModuleList([nn.Embedding(size, 3, sparse=True, device="meta") for size in (20, 5000)])
+    optimizer = sgd(model)
+    RowTracker(model, optimizers=[optimizer])
+
+    sum(table(torch.tensor([1, 2], device="meta")).sum() for table in model).backward()
+    optimizer.step()
+
+
 def test_sparse_gradients_of_a_device_are_marked_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.ModuleList([nn.Embedding(size, 3, sparse=True) for size in (20, 5000, 1)])
     optimizer = sgd(model)
@@ -360,7 +370,7 @@ def test_accumulated_batches_belong_to_one_step() -> None:
 
 
 def test_skipped_step_is_declared() -> None:
-    model = nn.Embedding(20, 3)
+    model = nn.Embedding(20, 3, sparse=True)  # where lookups only count, on every device
     optimizer = sgd(model)
     tracker = RowTracker(model, optimizers=[optimizer])
     model(ids(1)).sum().backward()

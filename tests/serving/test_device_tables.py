@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -13,19 +14,15 @@ from cnr_store import Store, TableOptions
 from cnr_store.errors import BadInput, BadRowIds, TableNotFound, Unsupported, VersionNotFound
 from cnr_store.serving import Loader
 from cnr_store.serving.sinks import DeviceTables, SinkState, SinkTable
+from tests.support.accelerator import DEVICE, STREAMS, needs_accelerator
 
 torch = pytest.importorskip("torch")
 
 DEVICES = [
     "cpu",
     pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(
-                not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False"
-            ),
-        ],
+        str(DEVICE),
+        marks=[pytest.mark.gpu, needs_accelerator],
     ),
 ]
 ROWS, DIM = 500, 8
@@ -90,12 +87,12 @@ def test_no_lookup_mixes_versions(saves: Saves, device: str) -> None:
 
     def look_up(number: int) -> None:
         random = np.random.default_rng(number)
-        stream = torch.cuda.Stream() if device == "cuda" else None
+        stream = STREAMS.Stream() if device != "cpu" else None
         found = []
         last = -1
         while not ends.is_set():
             ids = torch.from_numpy(random.integers(0, ROWS, 256)).to(device)
-            with torch.cuda.stream(stream):
+            with nullcontext() if stream is None else STREAMS.stream(stream):
                 batch = tables.lookup_many({"user": ids, "item": ids})
                 spread = torch.cat(list(batch.rows.values())).aminmax()
             found.append((batch.step, spread))

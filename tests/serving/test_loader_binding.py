@@ -12,6 +12,7 @@ import torch
 from cnr_store import BadInput, TableOptions, VersionRefused
 from cnr_store.errors import BadShape, TableNotFound
 from cnr_store.serving import HashShard, Loader, LoaderOptions, RowRange, binding
+from tests.support.accelerator import DEVICE, needs_accelerator
 from tests.support.loader_checks import opened_loader
 from tests.support.memory import store_in_memory
 
@@ -135,9 +136,9 @@ def test_parameters_of_another_dtype_follow_by_changed_rows(training: Training, 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False")
+@needs_accelerator
 def test_parameters_on_another_device_follow_by_changed_rows(training: Training) -> None:
-    model = Model(device="cuda")
+    model = Model(device=DEVICE)
     with Loader(training.store, publish="apply") as loader:
         loader.bind(model)
         memory = model.user.weight.data_ptr()

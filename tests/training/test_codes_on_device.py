@@ -17,6 +17,7 @@ from cnr_store.training.live_training import Launches, launches_of
 from cnr_store.training.save_staging import rows_as_codes
 from cnr_store.training.shards import whole_shard
 from cnr_store.training.tensors import leaf_of, tensor_of
+from tests.support.accelerator import DEVICE, needs_accelerator
 from tests.support.memory import store_in_memory
 from tests.training import runs
 from tests.training.runs import Training
@@ -208,13 +209,13 @@ def test_kernels_are_compiled_for_the_shards_of_each_device() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False")
+@needs_accelerator
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_codes_from_a_gpu_store_the_same_with_half_the_bytes_to_the_host(dtype: torch.dtype) -> None:
     results = []
     for quantize in (True, False):
         torch.manual_seed(0)
-        model = nn.Embedding(5000, 32, sparse=True, dtype=dtype, device="cuda")
+        model = nn.Embedding(5000, 32, sparse=True, dtype=dtype, device=DEVICE)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         store = store_in_memory(threads=2)
         manager = CheckpointManager(
@@ -227,7 +228,7 @@ def test_codes_from_a_gpu_store_the_same_with_half_the_bytes_to_the_host(dtype: 
         )
         seen, found = Seen(manager), []
         for step in range(4):
-            ids = torch.arange(step, 5000, 3, device="cuda")
+            ids = torch.arange(step, 5000, 3, device=DEVICE)
             optimizer.zero_grad()
             (model(ids).float() ** 2).sum().backward()
             optimizer.step()

@@ -321,7 +321,7 @@ def test_requests_for_all_tables_are_those_of_each_table(kind: str) -> None:
         local = one.kept.local_state()
     taken = {name: torch.arange(at) for at, name in enumerate(one.holdings.owned)}
     counts = np.array([*map(len, taken.values())])
-    rows = RowLists([*taken], torch.cat([*taken.values()]).numpy(), counts)
+    rows = RowLists([*taken], torch.cat([*taken.values()]).cpu().numpy(), counts)
     if not isinstance(local.slots, Entries):
         assert local.like is None  # then the stager asks table by table
         return

@@ -421,7 +421,7 @@ def test_only_the_step_counter_stays_on_the_host(key: str, group: dict[str, Any]
     """State of a bias with one element was restored on the host, beside a parameter that is not there."""
     state: dict[str, Any] = {}
 
-    _put_tensor(state, key, torch.ones(1), torch.empty(1, device="meta"), group)
+    _put_tensor(state, key, torch.ones(1, device="cpu"), torch.empty(1, device="meta"), group)
 
     assert state[key].device.type == device
 

@@ -80,9 +80,9 @@ def test_a_restored_training_has_the_rounded_state_of_the_saved_one(optimizer: s
             assert torch.isfinite(found).all()
             assert (found[live == 0] == 0).all()
             if isinstance(encoding, Lattice):
-                np.testing.assert_allclose(found, live, atol=encoding.scale * 0.5001, rtol=0)
+                np.testing.assert_allclose(found.cpu(), live.cpu(), atol=encoding.scale * 0.5001, rtol=0)
             else:
                 assert isinstance(encoding, FloatBits)
-                np.testing.assert_allclose(found, live, atol=0, rtol=2.0 ** -(encoding.mantissa_bits + 1))
+                np.testing.assert_allclose(found.cpu(), live.cpu(), atol=0, rtol=2.0 ** -(encoding.mantissa_bits + 1))
         train(other, fresh, 2)
         manager.save()

@@ -75,7 +75,7 @@ class DeviceTables:
     Parameters
     ----------
     device
-        ``"cuda"``, ``"cuda:1"``, ``"cpu"`` or a `torch.device`.
+        ``"cuda"``, ``"cuda:1"``, ``"cpu"`` or another device of torch, also as a `torch.device`.
     dtype
         What rows are held in and returned as.
     name
@@ -304,37 +304,35 @@ class _Batch:
 
 
 class _Streams:
-    """Orders what lookups and updates queue on a device; on a CPU, which has no streams, the lock alone does.
+    """Orders what lookups and updates queue on a device; on one without streams, as the CPU, the lock alone does.
 
     The tables' memory belongs to the update's stream: a table that is replaced is freed there, behind the lookups that
     `change` has waited for.
     """
 
     def __init__(self, device: torch.device) -> None:
-        import torch
+        from cnr_store_gpu.streams import streams_of
 
         self._device = device
-        self._is_cuda = device.type == "cuda"
+        self._streams = streams_of(device)
         self._lock = threading.Lock()
-        self._stream = torch.cuda.Stream(device) if self._is_cuda else None
-        self._changed = torch.cuda.Event() if self._is_cuda else None
-        self._lookups: dict[int, torch.cuda.Event] = {}
+        self._stream = None if self._streams is None else self._streams.Stream(device)
+        self._changed = None if self._streams is None else self._streams.Event()
+        self._lookups: dict[torch.Stream, torch.Event] = {}
 
     @contextmanager
     def lookup(self) -> Iterator[None]:
         """While it is entered, a lookup is queued: behind the last change, and before the next one."""
-        import torch
-
         with self._lock:
             if self._changed is None:
                 yield
                 return
-            stream = torch.cuda.current_stream(self._device)
+            stream = self._streams.current_stream(self._device)
             stream.wait_event(self._changed)
             try:
                 yield
             finally:
-                self._lookups.setdefault(stream.cuda_stream, torch.cuda.Event()).record(stream)
+                self._lookups.setdefault(stream, self._streams.Event()).record(stream)
 
     @contextmanager
     def change(self) -> Iterator[None]:
@@ -353,9 +351,7 @@ class _Streams:
 
     def update(self) -> AbstractContextManager[Any]:
         """While it is entered, work goes to the update's stream; no lookup sees it unless it is within `change`."""
-        import torch
-
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        return nullcontext() if self._stream is None else self._streams.stream(self._stream)
 
 
 def rows_or_nan(table: torch.Tensor, row_ids: torch.Tensor) -> torch.Tensor:

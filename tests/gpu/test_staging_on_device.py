@@ -1,4 +1,4 @@
-"""Staging from a GPU: the same rows, behind the training, through the same pinned blocks."""
+"""Staging from an accelerator: the same rows, behind the training, through the same pinned blocks."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from cnr_store.errors import BadRowIds
 from cnr_store_gpu import RowBitmap, RowRequest, StagingBuffers
 from cnr_store_gpu.pinned import TransitRing
 from cnr_store_gpu.quantize import LatticeCodes
-from cnr_store_gpu.transfer import CudaTransfer
+from cnr_store_gpu.transfer import StreamTransfer
+from tests.support.accelerator import DEVICE, STREAMS, keep_busy, needs_accelerator
 from tests.support.encoders import lattice_codes
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False"),
+    needs_accelerator,
 ]
 
 
 def tensors_on_gpu(num_rows: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    wide = torch.randn(num_rows, 48, generator=generator).to(dtype).cuda()
+    wide = torch.randn(num_rows, 48, generator=generator).to(dtype).to(DEVICE)
     return {
-        "weight": torch.randn(num_rows, 16, generator=generator).to(dtype).cuda(),
-        "sum": torch.rand(num_rows, generator=generator).cuda(),
-        "row_var": torch.rand(num_rows, 1, generator=generator).cuda(),
+        "weight": torch.randn(num_rows, 16, generator=generator).to(dtype).to(DEVICE),
+        "sum": torch.rand(num_rows, generator=generator).to(DEVICE),
+        "row_var": torch.rand(num_rows, 1, generator=generator).to(DEVICE),
         "columns": wide[:, 8:24],
-        "transposed": torch.randn(8, num_rows, generator=generator).cuda().T,
+        "transposed": torch.randn(8, num_rows, generator=generator).to(DEVICE).T,
     }
 
 
@@ -40,7 +41,7 @@ def test_rows_of_a_gpu_are_those_of_the_instant_on_the_host(dtype: torch.dtype, 
     expected = {name: tensor.cpu()[torch.from_numpy(ids)] for name, tensor in tensors.items()}
     buffers = StagingBuffers(pinned_bytes=64 * 1024)
 
-    staged = buffers.gather({"t": RowRequest(torch.from_numpy(ids).cuda() if ids_on_gpu else ids, tensors)})
+    staged = buffers.gather({"t": RowRequest(torch.from_numpy(ids).to(DEVICE) if ids_on_gpu else ids, tensors)})
     for tensor in tensors.values():
         tensor.fill_(5)
 
@@ -52,9 +53,9 @@ def test_rows_of_a_gpu_are_those_of_the_instant_on_the_host(dtype: torch.dtype, 
 
 
 def test_ids_that_are_on_the_gpu_already_are_not_copied_there() -> None:
-    bitmap = RowBitmap({"t": 5000}, "cuda")
+    bitmap = RowBitmap({"t": 5000}, DEVICE)
     bitmap.mark("t", torch.randint(0, 5000, (600,)))
-    weight = torch.randn(5000, 16, device="cuda")
+    weight = torch.randn(5000, 16, device=DEVICE)
     taken = bitmap.take_all()["t"]
     buffers = StagingBuffers()
 
@@ -67,14 +68,14 @@ def test_ids_that_are_on_the_gpu_already_are_not_copied_there() -> None:
 
 
 def test_training_on_a_stream_of_its_own_is_what_is_staged() -> None:
-    weight, ids = torch.zeros(300_000, 64, device="cuda"), torch.arange(300_000, device="cuda")
+    weight, ids = torch.zeros(300_000, 64, device=DEVICE), torch.arange(300_000, device=DEVICE)
     buffers = StagingBuffers()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    stream = STREAMS.Stream()
+    stream.wait_stream(STREAMS.current_stream())
 
     for value in (1, 2):
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(20_000_000)  # 10 ms: whoever does not wait for the stream reads what was before
+        with STREAMS.stream(stream):
+            keep_busy(20_000_000)  # 10 ms: whoever does not wait for the stream reads what was before
             weight.fill_(value)
             staged = buffers.gather({"t": RowRequest(ids, {"weight": weight})})
             weight.fill_(-1)
@@ -84,7 +85,7 @@ def test_training_on_a_stream_of_its_own_is_what_is_staged() -> None:
 
 
 def test_training_goes_on_while_rows_are_copied() -> None:
-    weight = torch.randn(400_000, 64, device="cuda")
+    weight = torch.randn(400_000, 64, device=DEVICE)
     buffers = StagingBuffers(pinned_bytes=2**20)
     buffers.gather(
         {"t": RowRequest(np.arange(10), {"weight": weight})}
@@ -93,7 +94,7 @@ def test_training_goes_on_while_rows_are_copied() -> None:
 
     staged = buffers.gather({"t": RowRequest(np.arange(400_000), {"weight": weight})})
     weight.zero_()
-    step_is_over = torch.cuda.Event()
+    step_is_over = STREAMS.Event()
     step_is_over.record()
     step_is_over.synchronize()
     was_ready = staged.is_ready
@@ -105,11 +106,11 @@ def test_training_goes_on_while_rows_are_copied() -> None:
 
 
 def test_pinned_blocks_are_pinned_and_the_same_for_every_save() -> None:
-    transfer = CudaTransfer(torch.device("cuda"))
+    transfer = StreamTransfer(DEVICE)
     ring = TransitRing(transfer, 4 * 2**16)
     addresses = set()
     for size in (2**20, 3 * 2**20):
-        source = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
+        source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=DEVICE)
         target = torch.zeros(size, dtype=torch.uint8)
         transfer.run(transfer.record(), lambda source=source, target=target: ring.copy([(source, target)])).result()
         addresses.add(tuple(block.data_ptr() for block in ring.blocks))
@@ -122,7 +123,7 @@ def test_pinned_blocks_are_pinned_and_the_same_for_every_save() -> None:
 
 
 def test_two_saves_of_a_gpu_are_held_at_a_time() -> None:
-    weight = torch.zeros(1000, 8, device="cuda")
+    weight = torch.zeros(1000, 8, device=DEVICE)
     buffers = StagingBuffers()
     held = []
     for value in (1, 2):
@@ -135,7 +136,7 @@ def test_two_saves_of_a_gpu_are_held_at_a_time() -> None:
 
 
 def test_codes_of_a_gpu_are_the_stores_and_floats_where_there_are_none() -> None:
-    weight = torch.randn(3000, 64, device="cuda")
+    weight = torch.randn(3000, 64, device=DEVICE)
     rows = weight.cpu().numpy()
     buffers = StagingBuffers(quantize={"t": LatticeCodes(1e-3)})
     requests = {"t": RowRequest(np.arange(3000), {"weight": weight})}
@@ -152,10 +153,10 @@ def test_codes_of_a_gpu_are_the_stores_and_floats_where_there_are_none() -> None
 
 
 def test_ids_on_the_gpu_outside_the_table_are_refused_behind_the_copy() -> None:
-    weight = torch.randn(100, 4, device="cuda")
+    weight = torch.randn(100, 4, device=DEVICE)
     buffers = StagingBuffers()
 
-    staged = buffers.gather({"t": RowRequest(torch.tensor([5, 100], device="cuda"), {"weight": weight})})
+    staged = buffers.gather({"t": RowRequest(torch.tensor([5, 100], device=DEVICE), {"weight": weight})})
 
     with pytest.raises(BadRowIds, match="rows 0 to 99"):
         staged.wait()

@@ -1,4 +1,4 @@
-"""A manager of a model on a GPU; `--device cuda` runs the other tests of this folder there too."""
+"""A manager of a model on an accelerator; `--device` runs the other tests of this folder there too."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from torch import nn
 
 from cnr_store import Store, TableOptions
 from cnr_store.training import CheckpointManager
+from cnr_store.training.reader import capture_rng, restore_rng
+from tests.support.accelerator import DEVICE, STREAMS, keep_busy, needs_accelerator
 from tests.support.memory import store_in_memory
 from tests.training.runs import grouped
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: torch.cuda.is_available() is False"),
+    needs_accelerator,
     pytest.mark.filterwarnings("ignore:Sparse invariant checks"),
 ]
 ROWS, DIM = 200_000, 32
@@ -27,8 +29,8 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True, device="cuda")
-        self.head = nn.Linear(DIM, 1, device="cuda")
+        self.table = nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True, device=DEVICE)
+        self.head = nn.Linear(DIM, 1, device=DEVICE)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.head(self.table(ids))
@@ -42,9 +44,9 @@ def manager_of(store: Store, model: Model, optimizer: torch.optim.Optimizer, **o
 
 
 def train(model: Model, optimizer: torch.optim.Optimizer, number: int) -> None:
-    generator = torch.Generator("cuda").manual_seed(number)
+    generator = torch.Generator(DEVICE).manual_seed(number)
     # Each row once: sums of several gradients of a row come in another order each time.
-    ids = torch.randperm(ROWS, generator=generator, device="cuda")[:1024].view(256, 4)
+    ids = torch.randperm(ROWS, generator=generator, device=DEVICE)[:1024].view(256, 4)
     optimizer.zero_grad()
     model(ids).square().mean().backward()
     optimizer.step()
@@ -55,11 +57,11 @@ def test_a_full_save_waits_for_the_stream_that_trains(first_baseline: Any) -> No
     model, store = Model(), store_in_memory(threads=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     manager = manager_of(store, model, optimizer, first_baseline=first_baseline)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    stream = STREAMS.Stream()
+    stream.wait_stream(STREAMS.current_stream())
 
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(200_000_000)  # 0.1 s: a thread that reads on a stream of its own sees what was before
+    with STREAMS.stream(stream):
+        keep_busy(200_000_000)  # 0.1 s: a thread that reads on a stream of its own sees what was before
         with torch.no_grad():
             model.table.weight.fill_(3.0)
         manager.tracker.mark_all("table.weight")
@@ -67,6 +69,16 @@ def test_a_full_save_waits_for_the_stream_that_trains(first_baseline: Any) -> No
 
     assert np.all(store.snapshot().table("table.weight").read() == 3.0)
     manager.close()
+
+
+def test_the_generators_of_a_device_are_restored() -> None:
+    torch.rand(3, device=DEVICE)
+    captured = capture_rng()
+    drawn = torch.rand(3, device=DEVICE)
+
+    restore_rng(captured)
+
+    assert torch.equal(torch.rand(3, device=DEVICE), drawn)
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad"])
