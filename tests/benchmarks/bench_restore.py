@@ -16,15 +16,16 @@ import harness
 import many_tables
 import numpy as np
 import torch
+from bench_load import Local
 from drifting import DIM, SHARE, TABLE, DriftingTable, decode_ranges, replay_bare, saves
 from many_tables import Side
 from models import add_model_option
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from cnr_store import Store, TableOptions
 from cnr_store.encodings import kernels
 from cnr_store.runtime.threads import Workers, default_threads
-from cnr_store.types import AffineBits, Float32s
+from cnr_store.types import AffineBits
 
 DELTAS = 10
 RESTORE_TO_BARE, RESTORE_TO_SAFETENSORS, SPARE_MIB = 1.4, 5.0, 256
@@ -38,27 +39,16 @@ def write_store(folder: Path, rows: int, bits: AffineBits) -> None:
     save_file({TABLE: torch.from_numpy(table.values)}, folder / "table.safetensors")
 
 
-class Sides:
+class Sides(Local):
     """The ways to get the table into ``target``."""
 
     def __init__(self, folder: Path, rows: int) -> None:
-        self.folder = folder
-        self.target: Float32s = np.ones((rows, DIM), np.float32)
-        self.store = Store.open(str(folder / "store"))
+        super().__init__(folder, rows)
         self.workers = Workers(default_threads())
-
-    def read(self) -> None:
-        self.store.snapshot().table(TABLE).read_rectangle(values=self.target)
 
     def restore_trainer(self) -> None:
         with self.store.writer() as writer:
             writer.restore({TABLE: {"values": self.target}})
-
-    def load_safetensors(self) -> None:
-        torch.from_numpy(self.target).copy_(load_file(self.folder / "table.safetensors")[TABLE])
-
-    def map_safetensors(self) -> None:
-        load_file(self.folder / "table.safetensors")
 
     def bare(self, *, decodes_only: bool = False) -> None:
         """Decode, put or add, dequantize; with ``decodes_only`` the codes go nowhere."""
@@ -73,7 +63,7 @@ class Sides:
             )
 
     def close(self) -> None:
-        self.store.close()
+        super().close()
         self.workers.close()
 
 
@@ -128,10 +118,10 @@ def time_all(report: harness.Report, sides: Sides, repeats: int) -> None:
     if not np.array_equal(mine, sides.target):
         raise SystemExit("the bare loop and the store read different values")
     del mine
-    sides.load_safetensors()
+    sides.copied()
     work = {
-        "read": sides.read, "bare": sides.bare, "trainer": sides.restore_trainer, "copied": sides.load_safetensors,
-        "mapped": sides.map_safetensors, "decode": partial(sides.bare, decodes_only=True),
+        "read": sides.read, "bare": sides.bare, "trainer": sides.restore_trainer, "copied": sides.copied,
+        "mapped": sides.mapped, "decode": partial(sides.bare, decodes_only=True),
     }  # fmt: skip
     found = harness.alternating(work, repeats)
     report.add_ratio("reader / bare loop", found["read"], found["bare"], RESTORE_TO_BARE)
