@@ -12,7 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from cnr_store.communication.state import RankState
-from cnr_store.errors import BadInput, CorruptRecord, CorruptStore, RankLost, VersionNotFound
+from cnr_store.errors import (
+    BadInput,
+    CorruptRecord,
+    CorruptStore,
+    DoesNotApply,
+    RankLost,
+    VersionExpired,
+    VersionNotFound,
+)
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.records import DenseEntry
 from cnr_store.maintenance.repair import read_end
@@ -260,8 +268,11 @@ class Restorer:
 
             def apply() -> None:
                 if survivor is None:
-                    finish_tables(filled, read.targets, training.optimizers, request.slots_rule)
-                    planned.dynamic.restore(filled, writer.keys)
+                    try:
+                        finish_tables(filled, read.targets, training.optimizers, request.slots_rule)
+                        planned.dynamic.restore(filled, writer.keys)
+                    except DoesNotApply as error:  # compacted, and its segments deleted, since the writer read it
+                        raise VersionExpired(str(error), version=planned.snapshot.version) from error
                     fill_new_rows(planned.plan, request.resize)
                 elif survivor.is_renewed(training):
                     restore_targets(

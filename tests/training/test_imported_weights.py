@@ -31,7 +31,7 @@ def saved(url: str, options: TableOptions) -> SaveReport:
 
 def import_weights(url: str, options: TableOptions) -> None:
     torch.manual_seed(3)
-    weights = TensorFile({"weight": Tensor("float32", nn.Embedding(ROWS, DIM).weight.detach().numpy())})
+    weights = TensorFile({"weight": Tensor("float32", nn.Embedding(ROWS, DIM).weight.detach().cpu().numpy())})
     with Store.create(url) as store:
         import_tensors(store, weights, tables=["weight"], options=options)
 

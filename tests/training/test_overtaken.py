@@ -78,6 +78,18 @@ def test_a_head_that_is_compacted_while_it_is_restored_is_no_damage(
         assert_same(restored(Overtaken(saved, at), wanted).state(), uninterrupted(KIND, STEPS))
 
 
+def test_a_head_compacted_while_windows_of_it_are_read_is_no_damage(
+    saved: IsolatedMemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables on a device are read behind the writer's own restore; there it was DoesNotApply, which is not retried."""
+    monkeypatch.setattr("cnr_store.training.restoring.writable_array", lambda _: None)
+    calm = Overtaken(saved)
+    restored(calm, {})
+
+    for at in range(2, calm.reads + 1, 2):
+        assert_same(restored(Overtaken(saved, at), {}).state(), uninterrupted(KIND, STEPS))
+
+
 def test_a_version_that_goes_while_it_is_restored_has_expired(saved: IsolatedMemoryFileSystem) -> None:
     calm = Overtaken(saved)
     restored(calm, {})

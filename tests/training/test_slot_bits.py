@@ -33,8 +33,8 @@ def saved(url: str, number: int, options: dict[str, Any], *, loss: float | None 
         manager.restore()
         for _ in range(0 if loss is None else 2000):  # it comes down to that and stays there
             manager.report_loss(loss)
-        rows = torch.randint(0, 400, (40,), generator=torch.Generator().manual_seed(number))
-        model(rows).square().sum().backward()
+        rows = torch.randint(0, 400, (40,), generator=torch.Generator().manual_seed(number), device="cpu")
+        model(rows.to(model.weight.device)).square().sum().backward()
         optimizer.step()
         manager.step()
         report = manager.save()
