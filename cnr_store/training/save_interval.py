@@ -216,6 +216,9 @@ class IntervalControl:
     ----------
     interval
         The one that counts now; the same on all ranks.
+    has_rested
+        Whether a step without a save was counted since the newest one. Where no save waits for that, steps that became
+        shorter are never measured, and a training that saves all the time goes on to.
     """
 
     def __init__(self, overhead: float) -> None:
@@ -224,6 +227,7 @@ class IntervalControl:
         self._steps_s: deque[float] = deque(maxlen=STEPS_IN_MEDIAN)
         self._beside: list[tuple[int, float]] = []  # steps since the save began that is not over, and seconds of each
         self._since: tuple[int, float] | None = None
+        self.has_rested = False
 
     def trained(self, step: int, now_s: float, *, is_saving: bool) -> None:
         """Count the steps since the last call of this or of `resumes`; ``is_saving``: a save was under way meanwhile.
@@ -236,12 +240,13 @@ class IntervalControl:
                 self._beside.append((steps, took_s))
             else:
                 self._steps_s.append(took_s)
+                self.has_rested = True
                 self._beside.clear()  # of a save that was not committed
         self._since = step, now_s
 
     def resumes(self, step: int, now_s: float) -> None:
         """Take the time of the next step from here: a save has stalled the training, or a checkpoint was restored."""
-        self._since = step, now_s
+        self._since, self.has_rested = (step, now_s), False
 
     def saved(self, kind: Literal["baseline", "delta"], *, stall_s: float, write_s: float) -> None:
         """Count a committed save."""

@@ -576,7 +576,8 @@ def save_due(saver: Saver) -> None:
     policy, reports, step = saver.policy, saver.reports, saver.position.step
     # If one rank cannot save now, no rank can; with "wait" no rank asks.
     when_busy = policy.when_busy if saver.schedule.auto is None else "later"
-    if when_busy != "wait" and any(together(saver.training.control, lambda: saver.is_saving)):
+    control = saver.training.control
+    if when_busy != "wait" and any(together(control, lambda: saver.is_saving or not saver.schedule.has_rested)):
         if when_busy == "refuse":
             raise SaveInProgress(
                 f'the save before step {step} is still under way; save less often, or choose when_busy="later"'

@@ -102,6 +102,11 @@ class SaveSchedule:
         """Whether only the caller saves."""
         return self.every_steps is None and self.every_seconds is None and self.auto is None
 
+    @property
+    def has_rested(self) -> bool:
+        """Whether a save may begin now because a step without one was measured, which only ``auto`` asks for."""
+        return self.auto is None or self.auto.has_rested
+
     def trained(self, step: int, now_s: float, *, is_saving: bool) -> None:
         """Count a step, at a monotonic time in seconds; ``is_saving``: a save was under way meanwhile."""
         if self.auto is not None:

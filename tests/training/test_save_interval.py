@@ -32,7 +32,7 @@ from cnr_store.training.save_interval import (
     measured,
     slowdown,
 )
-from cnr_store.training.schedule import SaveSchedule
+from cnr_store.training.schedule import SaveSchedule, new_schedule
 from tests.support.faulty import IsolatedMemoryFileSystem
 from tests.support.ranks import ThreadRank, on_ranks
 from tests.training.faulty_runs import Backend, begun
@@ -325,6 +325,44 @@ def test_a_training_on_a_slow_disk_never_waits_for_a_save(backend: Backend) -> N
     assert [report.step for report in manager.history] == [10, 20, 46]
     assert [report.wait_s for report in manager.history] == pytest.approx([0.0] * 3, abs=1e-2)
     assert [report.kind for report in manager.history] == ["baseline", "delta", "delta"]
+
+
+def test_a_step_without_a_save_is_between_two_saves(backend: Backend) -> None:
+    """Regression: a save that was due before the last one was over began at the step that found it over."""
+    _, training, manager = begun(backend, every_steps="auto", overhead=0.5, rng=False)
+    go_on(training, manager, 0, FIRST_STEPS)  # stalls for the first baseline
+    backend.gate.clear()
+    go_on(training, manager, FIRST_STEPS, 3 * FIRST_STEPS)
+    assert backend.is_held.wait(60)
+    backend.gate.set()
+    while manager.is_saving:
+        time.sleep(0.001)
+    go_on(training, manager, 3 * FIRST_STEPS, 3 * FIRST_STEPS + 2)
+    manager.wait_until_finished()
+
+    assert [report.step for report in manager.history] == [10, 20, 32]
+
+
+def test_shorter_steps_are_measured_although_saves_are_always_due() -> None:
+    """Regression: after slow first steps, as of a compiler, a training saved all the time and never slower."""
+    schedule = new_schedule("auto", SavePolicy(overhead=0.01), 0.0)
+    auto = schedule.auto
+    assert auto is not None
+    now_s, over_s, saves = 0.0, 0.0, 0
+    for step in range(1, 20_001):
+        now_s += 1.0 if step <= FIRST_STEPS else 0.01
+        schedule.trained(step, now_s, is_saving=over_s > 0)
+        if 0 < over_s <= now_s:
+            schedule.saved("delta" if saves > 1 else "baseline", stall_s=0.01, write_s=0.5)
+            over_s = 0.0
+        if schedule.is_due(step, now_s) and not over_s and schedule.has_rested:
+            now_s, saves = now_s + 0.01, saves + 1
+            over_s = now_s + 0.5
+            auto.agree([auto.measure])
+            schedule.mark(step, now_s)
+
+    assert auto.interval.every_steps in (100, 101)  # the step is not quite 0.01 s
+    assert saves * 0.01 < 0.015 * now_s
 
 
 def test_a_training_says_what_it_measured_and_chose(backend: Backend) -> None:
