@@ -120,7 +120,8 @@ class Survivor:
             raise BadInput("this rank survived without a checkpoint that it has saved or restored; restore without it")
         for number in range(self.known.record.v + 1, version + 1):
             entry = store.internals.log.read(number)
-            if entry is None or not leaves_state(entry.record):
+            # A fence takes over and changes no row: it is this training's own where a rank was lost soon after a restore.
+            if entry is None or not (entry.record.kind == "fence" or leaves_state(entry.record)):
                 raise Conflict(
                     f"version {number} was committed after version {self.known.record.v}, the last that this rank "
                     "knows, so its rows do not follow the newest checkpoint; restore without survivor= on all ranks",

@@ -331,6 +331,33 @@ def test_a_survivor_does_not_go_on_after_a_save_that_it_does_not_know(tmp_path: 
     after.close()
 
 
+def test_a_survivor_goes_on_after_a_takeover_that_saved_nothing(tmp_path: Path) -> None:
+    """Regression: ranks that were lost again before the first save refused the fence of their own recovery."""
+    training = Alone(tmp_path)
+    manager = training.manager()
+    training.train(1)
+    manager.step()
+    manager.save()
+    training.train(2, 3)
+    manager.step()
+    live = training.model.weight.detach().clone()
+    survivor = manager.survivor()
+    with Alone(tmp_path).manager() as recovered:
+        recovered.restore()
+        recovered.step()
+
+    with training.manager() as after:
+        restored = after.restore(survivor=survivor)
+        report = after.save()
+
+    assert restored is not None
+    assert (restored.step, restored.stale_steps) == (2, 1)
+    assert report is not None
+    assert (report.kind, report.rows) == ("delta", 2)
+    with Store.open(training.url) as store:
+        assert np.array_equal(store.snapshot().table("weight").read(), live.numpy())
+
+
 def test_a_survivor_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     training = Alone(tmp_path)
     survivor = training.manager().survivor()
