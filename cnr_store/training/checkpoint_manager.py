@@ -322,8 +322,8 @@ class CheckpointManager(Closing):
         survivor
             On ranks that outlived a lost one: what `survivor` returned. These ranks keep their rows and state; ranks
             without one read their rows from the head, and get a copy of all else from the first rank that survived.
-            Where this manager's model is another one than that which survived, its state is copied into it. Only for
-            the head, with the same shards.
+            Where this manager's model or optimizers are others than those which survived, their state is copied into
+            them. Only for the head, with the same shards.
 
         Returns
         -------
@@ -349,7 +349,7 @@ class CheckpointManager(Closing):
         """Close this manager after another rank was lost, and return what this rank needs to keep its rows. Blocks.
 
         Call it on each rank that is left, where a step has failed. Then make the process group and a new manager, as
-        the process in place of the lost rank does, and give the result to `restore` (CPR, MLSys 2021; docs/ranks.md).
+        the process in place of the lost rank does, and give the result to `restore`, once more if it raises RankLost.
 
         Raises
         ------

@@ -77,8 +77,9 @@ class Survivor:
     training: Any
 
     def is_renewed(self, training: LiveTraining) -> bool:
-        """Whether it goes on with another model."""
-        return bool(training.model is not self.training.model)
+        """Whether it goes on with another model, or with other optimizers of the same one."""
+        now, before = ([one.model, *one.optimizers] for one in (training, self.training))
+        return [id(one) for one in now] != [id(one) for one in before]
 
     def check_shards(self, training: LiveTraining) -> None:
         """Return if this rank has the shards that it had.
@@ -117,10 +118,13 @@ class Survivor:
             The live rows cannot be continued from it.
         """
         if self.known is None:
-            raise BadInput("this rank survived without a checkpoint that it has saved or restored; restore without it")
+            raise BadInput(
+                "this rank survived without a checkpoint that it has saved or restored; if a restore was interrupted, "
+                "give its survivor= again, else restore without survivor= on all ranks"
+            )
         for number in range(self.known.record.v + 1, version + 1):
             entry = store.internals.log.read(number)
-            # A fence takes over and changes no row: it is this training's own where a rank was lost soon after a restore.
+            # A fence changes no row; it is this training's own where a rank was lost soon after a restore.
             if entry is None or not (entry.record.kind == "fence" or leaves_state(entry.record)):
                 raise Conflict(
                     f"version {number} was committed after version {self.known.record.v}, the last that this rank "
@@ -272,7 +276,7 @@ def share_live_state(
     shared: list[SharedState] = []
 
     def plan() -> None:
-        if source is None or source.model is not training.model:
+        if survivor is None or source is None or survivor.is_renewed(training):
             documents = document_tree.decode(told["documents"], tensor_of)
             shared.append(_planned_anew(training, planned, documents, dict(zip(sent, tensors, strict=True))))
 

@@ -150,9 +150,9 @@ class Copied(nn.Module):
         return found
 
 
-@pytest.mark.parametrize("is_anew", [False, True])
-def test_survivors_that_missed_a_step_take_copies_of_one_that_did_it(is_anew: bool, tmp_path: Path) -> None:
-    """Also of tables, optimizer state and step counters; also into models that are built anew."""
+@pytest.mark.parametrize("anew", ["nothing", "optimizer", "model and optimizer"])
+def test_survivors_that_missed_a_step_take_copies_of_one_that_did_it(anew: str, tmp_path: Path) -> None:
+    """Also of tables, optimizer state and step counters; also into what is built anew."""
     first, second, models = thread_ranks(3), thread_ranks(3), [Copied() for _ in range(3)]
 
     def run(number: int) -> tuple[RestoredState | None, dict[str, torch.Tensor]]:
@@ -180,9 +180,10 @@ def test_survivors_that_missed_a_step_take_copies_of_one_that_did_it(is_anew: bo
                 train(item)
                 before.step()
             survivor = before.survivor()
-            if is_anew:
+            if anew == "model and optimizer":
                 model = Copied()
                 nn.init.zeros_(model.items.weight)
+            if anew != "nothing":
                 optimizer = torch.optim.Adagrad(model.parameters(), lr=0.7)
         else:
             before.close()
@@ -222,7 +223,7 @@ class Alone:
         torch.manual_seed(0)
         self.url = str(folder / "store")
         self.model = nn.EmbeddingBag(50, 4, mode="sum", sparse=True)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
 
     def manager(self) -> CheckpointManager:
         return CheckpointManager(
@@ -289,6 +290,33 @@ def test_a_model_that_is_built_anew_gets_a_survivors_rows(tmp_path: Path) -> Non
     after.close()
     with Store.open(anew.url) as store:
         assert np.array_equal(store.snapshot().table("weight").read(), anew.model.weight.detach().cpu().numpy())
+
+
+def test_an_optimizer_that_is_made_anew_gets_a_survivors_state(tmp_path: Path) -> None:
+    """Regression: only a new model got it; beside the same model a new optimizer began without state, unseen."""
+    training = Alone(tmp_path)
+    training.model.sparse = False
+    training.optimizer = torch.optim.Adagrad(training.model.parameters(), lr=0.5)
+    manager = training.manager()
+    training.train(1)
+    manager.step()
+    manager.save()
+    training.train(2, 3)
+    manager.step()
+    kept = training.optimizer.state[training.model.weight]["sum"].clone()
+    survivor = manager.survivor()
+
+    training.optimizer = torch.optim.Adagrad(training.model.parameters(), lr=0.1)
+    with training.manager() as after:
+        after.restore(survivor=survivor)
+        report = after.save()
+
+    assert report is not None
+    assert (report.kind, report.rows) == ("delta", 2)
+    assert torch.equal(training.optimizer.state[training.model.weight]["sum"], kept)
+    assert training.optimizer.param_groups[0]["lr"] == 0.5
+    with Store.open(training.url) as store:
+        assert np.array_equal(store.snapshot().table("weight").read(slot="sum"), kept.numpy())
 
 
 def test_a_survivor_with_other_shards_is_refused(tmp_path: Path) -> None:
