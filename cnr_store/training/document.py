@@ -281,10 +281,12 @@ def _optimizers_of(trainer: StoredTrainer, progress: StoredProgress) -> list[Opt
             raise msgspec.ValidationError(f"{one.kind} has parameters among its options")
         names = [name for group in one.groups for name in group]
         state: dict[str, dict[str, Any]] = {name: {} for name in names}
+        is_given = [False] * len(names)  # by position: shards of one table on a rank have one name
         for equal in states:
             for start, stop in equal.parameters:
-                if not start < stop <= len(names) or any(state[name] for name in names[start:stop]):
+                if not start < stop <= len(names) or any(is_given[start:stop]):
                     raise msgspec.ValidationError(f"{one.kind} has state of parameters [{start}, {stop})")
+                is_given[start:stop] = [True] * (stop - start)
                 state |= dict.fromkeys(names[start:stop], equal.value)
         groups = [GroupDocument(group, own) for group, own in zip(one.groups, options, strict=True)]
         found.append(OptimizerDocument(one.kind, groups, state))

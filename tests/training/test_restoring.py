@@ -513,13 +513,20 @@ def test_the_kind_of_a_slot_is_that_of_its_rows(rows: int, width: int | None, is
     assert kind == ("row" if tensors.flat_rows(slot).ndim == 1 else "element")
 
 
-def test_two_shards_of_one_table_on_a_rank_get_their_own_slots_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimizer's side was looked up by the table's name: the second shard's slots were dropped."""
+@pytest.mark.parametrize("steps_between", [1, 2])
+def test_two_shards_of_one_table_on_a_rank_get_their_own_slots_back(
+    monkeypatch: pytest.MonkeyPatch, steps_between: int
+) -> None:
+    """The optimizer's side was looked up by the table's name: the second shard's slots were dropped.
+
+    Where a parameter between them had stepped more often than they, what was saved was refused.
+    """
 
     class TwoPieces(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = nn.Parameter(torch.zeros(4, 2)), nn.Parameter(torch.zeros(4, 2))
+            self.first, self.between = nn.Parameter(torch.zeros(4, 2)), nn.Parameter(torch.zeros(3))
+            self.second = nn.Parameter(torch.zeros(4, 2))
 
     def find(model: Any, optimizers: Any) -> list[shards.LocalShard]:
         pieces = ((model.first, (0, 4)), (model.second, (4, 8)))
@@ -535,6 +542,9 @@ def test_two_shards_of_one_table_on_a_rank_get_their_own_slots_back(monkeypatch:
     optimizer, fresh = (torch.optim.Adagrad(model.parameters(), lr=0.5) for model in (saved, restored))
     with CheckpointManager(url, model=saved, optimizer=optimizer, options=TableOptions.exact()) as manager:
         manager.restore()
+        saved.between.grad = torch.ones(3)
+        for _ in range(steps_between - 1):
+            optimizer.step()
         saved.first.grad, saved.second.grad = torch.ones(4, 2), torch.full((4, 2), 2.0)
         optimizer.step()
         manager.step()
@@ -543,9 +553,10 @@ def test_two_shards_of_one_table_on_a_rank_get_their_own_slots_back(monkeypatch:
     with CheckpointManager(url, model=restored, optimizer=fresh, options=TableOptions.exact()) as manager:
         manager.restore()
 
-    for mine, theirs in ((restored.first, saved.first), (restored.second, saved.second)):
+    for mine, theirs in zip(restored.parameters(), saved.parameters(), strict=True):
         assert torch.equal(mine, theirs)
         assert torch.equal(fresh.state[mine]["sum"], optimizer.state[theirs]["sum"])
+        assert fresh.state[mine]["step"] == optimizer.state[theirs]["step"]
 
 
 def test_a_table_of_one_column_is_restored(tmp_path: Path) -> None:
