@@ -18,7 +18,7 @@ def decode_identity(data: bytes, where: str) -> Identity:
     if header.get("format") != FORMAT:
         raise CorruptStore(f"{where} is not a {FORMAT} identity", path=where, found=header.get("format"))
     major = header.get("major")
-    if not isinstance(major, int) or major > MAJOR:
+    if isinstance(major, int) and major > MAJOR:
         raise NewerFormat(
             f"{where} has format {major}.{header.get('minor')}, this library reads up to {MAJOR}; "
             "install a newer cnr-store",

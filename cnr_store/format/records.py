@@ -69,7 +69,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """``cnr.json``: what the store is. Created once, never changed."""
 
     format: str
-    major: Count
+    major: Positive
     minor: Count
     store_uuid: Hex32
     created_ms: Count

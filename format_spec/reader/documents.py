@@ -105,7 +105,8 @@ def unzstd(frame, where, kind="corrupt_store", size=None):  # CNR-DOC-23: the si
 def parse_identity(data):  # [3.2]
     identity = parse(data, "corrupt_store", "cnr.json")
     need(identity.get("format") == "cnr-store", "corrupt_store", "format of cnr.json")
-    need(identity.get("major") == 1, "newer_format", f"cnr.json: major {identity.get('major')}")
+    major = identity.get("major")
+    need(not isinstance(major, int) or major <= 1, "newer_format", f"cnr.json: major {major}")
     need(SCHEMAS["identity"].is_valid(identity), "corrupt_store", "cnr.json")
     return identity
 
