@@ -68,4 +68,4 @@ def test_weights_that_were_imported_exactly_are_not_written_again(tmp_path: Path
     with Store.open(url) as store:
         stored = store.snapshot().table("weight").read()
     torch.manual_seed(3)
-    np.testing.assert_array_equal(stored, nn.Embedding(ROWS, DIM).weight.detach().numpy())
+    np.testing.assert_array_equal(stored, nn.Embedding(ROWS, DIM).weight.detach().cpu().numpy())
