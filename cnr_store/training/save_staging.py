@@ -163,7 +163,8 @@ class SaveStager:
                 raise BackgroundSaveFailed(failure_message(error)) from error
             written = self._whole_shards(plan, whole)
             training.tracker.check_memory()  # another thread may have taken it away while the ranks agreed, or copied
-            wait_for_streams(tensor for one in written.values() for tensor in (one.weight, *one.slots.values()))
+            if written:
+                wait_for_streams(tensor for one in written.values() for tensor in (one.weight, *one.slots.values()))
         except BaseException:
             training.tracker.give_back(taken)
             give_back_changes(training.dynamic, keyed)

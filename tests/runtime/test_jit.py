@@ -237,7 +237,9 @@ def test_where_nothing_can_be_kept_kernels_are_compiled_anew(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_every_kernel_is_kept_in_a_file_of_its_signature(module: Any) -> None:
-    found = [one for one in vars(module).values() if isinstance(one, numba.core.registry.CPUDispatcher)]
+    named = vars(module).values()
+    by_width = [kernel for one in named if isinstance(one, dict) for kernel in one.values()]
+    found = [one for one in (*named, *by_width) if isinstance(one, numba.core.registry.CPUDispatcher)]
 
     assert found
     for kernel in found:
