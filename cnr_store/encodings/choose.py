@@ -1,7 +1,6 @@
-"""What the affine encoding leaves open: its rows' samples, the settings of greedy search, and the code width.
+"""What an encoding leaves open: which rows are a sample, the settings of greedy search, and the code width.
 
-Pure computation: the caller reads the sampled rows. All ranks must agree, so one of them chooses for all.
-The choice is stored with the table; readers do not derive it again.
+Pure: the same on every rank. What was chosen is stored with the table; readers do not derive it again.
 """
 
 from __future__ import annotations

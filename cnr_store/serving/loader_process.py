@@ -179,8 +179,8 @@ class LoaderProcess(AttachedTables):
 def _start(process: BaseProcess) -> None:
     try:
         process.start()
-    except OSError:
-        raise
+    except (OSError, RuntimeError, AssertionError):
+        raise  # this process may start none: it imports its program still, or is a daemon's
     except Exception as error:
         # What cannot be pickled raises errors of many kinds.
         raise BadInput(

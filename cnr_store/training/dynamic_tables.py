@@ -274,7 +274,8 @@ def give_back_changes(dynamic: DynamicTables, staged: Iterable[StagedKeys]) -> N
 
 
 def _check_changes(name: str, changed: KeyChanges) -> None:
-    both = np.intersect1d(changed.touched, changed.evicted)
+    ends = (np.searchsorted(changed.touched, changed.evicted, side) for side in ("left", "right"))
+    both = changed.evicted[np.not_equal(*ends)]  # both ascend; an intersection that sorts takes seconds for millions
     if len(both):
         raise BadRowIds(
             f"dynamic table {name!r} names key {both[0]} as touched and as evicted; its take_changes() has to name it "

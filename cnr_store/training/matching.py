@@ -181,8 +181,8 @@ def plan_restore(
     if (schemas or stored_dense) and not names and not dense:
         raise BadInput(
             f"nothing of the checkpoint fits this model: it has tables {sorted(schemas)} and dense tensors "
-            f"{_some(stored_dense)}, the model has tables {sorted(holdings.tables)} and dense tensors "
-            f"{_some(plan.dense)}; map tables with tables={{stored: mine}}",
+            f"{some_of(stored_dense)}, the model has tables {sorted(holdings.tables)} and dense tensors "
+            f"{some_of(plan.dense)}; map tables with tables={{stored: mine}}",
             expected=sorted(schemas), found=sorted(holdings.tables),
         )  # fmt: skip
     state = _plan_optimizer_dense(stored_dense, plan, documents, names, _places(trainer))
@@ -207,7 +207,7 @@ def plan_restore(
     )  # fmt: skip
 
 
-def _some(names: Collection[str]) -> str:
+def some_of(names: Collection[str]) -> str:
     """A few names, for a message, in their order if they have one."""
     few = list(names if isinstance(names, Sequence) else sorted(names))[:5]
     return f"{few}" if len(names) <= len(few) else f"{few} and {len(names) - len(few)} more"
@@ -236,7 +236,7 @@ def _refuse_other_roles(now_tables: Collection[str], now_dense: Collection[str])
     for names, was, now in ((now_tables, "dense tensors", "tables"), (now_dense, "tables", "dense tensors")):
         if names:
             raise BadInput(
-                f"{_some(names)} are {was} in the checkpoint and {now} here: give PrecisionPolicy(dense=, "
+                f"{some_of(names)} are {was} in the checkpoint and {now} here: give PrecisionPolicy(dense=, "
                 "dense_above_bytes=) and TrackingOptions(tables=) as the training did that saved, or import them as "
                 f"{now} (--table); with strict=False they are not restored",
                 found=sorted(names),
@@ -292,7 +292,7 @@ def _summary(kind: str, groups: Sequence[Sequence[str]]) -> str:
     """An optimizer in words: its class, and the parameters of its groups that are no tables."""
     if not any(groups):
         return f"{kind} of tables only{f', in {len(groups)} groups' * (len(groups) > 1)}"
-    return f"{kind} with {len(groups)} groups of parameters besides tables: {'; '.join(map(_some, groups)) or 'none'}"
+    return f"{kind} with {len(groups)} groups of parameters besides tables: {'; '.join(map(some_of, groups)) or 'none'}"
 
 
 def _is_of(document: OptimizerDocument, optimizer: torch.optim.Optimizer) -> bool:

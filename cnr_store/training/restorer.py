@@ -275,9 +275,7 @@ class Restorer:
                         raise VersionExpired(str(error), version=planned.snapshot.version) from error
                     fill_new_rows(planned.plan, request.resize)
                 elif survivor.is_renewed(training):
-                    restore_targets(
-                        planned.plan, training.optimizers
-                    )  # makes the state of optimizers that have none yet
+                    restore_targets(planned.plan, training.optimizers)  # makes state where an optimizer has none yet
                     survivor.move_rows(training)
                 if survivor is None or shared is not None:
                     self._apply_state(planned, read)

@@ -217,8 +217,8 @@ class IntervalControl:
     interval
         The one that counts now; the same on all ranks.
     has_rested
-        Whether a step without a save was counted since the newest one. Where no save waits for that, steps that became
-        shorter are never measured, and a training that saves all the time goes on to.
+        Whether a step without a save was counted since the newest one. The next save waits for it: a training that
+        saves all the time would else never measure that its steps became shorter.
     """
 
     def __init__(self, overhead: float) -> None:

@@ -113,7 +113,7 @@ class SaveEvent(Enum):
     IN_PLACE = "in place"
     """The live state is that of a checkpoint, or of an empty store."""
     STEPPED = "stepped"
-    """A step was trained after that."""
+    """A step was trained after a state was put in place."""
     READ = "read"
     """Tables began to be read while the training continues."""
     STARTED = "started"

@@ -169,8 +169,9 @@ class TrainingWriter:
         )  # fmt: skip
 
     def prepare(self, call: Callable[[Callable[[], Writer]], Future[Writer]]) -> None:
-        """Begin to open a writer, if there is none, and to take the store over by ``call``, in the background."""
-        self.opening = call(self._take_over)
+        """Begin to open a writer, if there is none, and to take the store over by ``call``, unless that has begun."""
+        if self.opening is None:
+            self.opening = call(self._take_over)
 
     def wait(self) -> None:
         """Wait for what `prepare` began, whatever it becomes."""
@@ -178,12 +179,11 @@ class TrainingWriter:
             wait([self.opening])
 
     def ready(self, call: Callable[[Callable[[], Writer]], Future[Writer]]) -> Writer:
-        """Return the current writer, once it has taken the store over: `prepare` it unless that has begun, and wait.
+        """Return the current writer, once it has taken the store over: `prepare` it, and wait.
 
         The first requests of a save are those of its background: beginning it needs none. After an error call it again.
         """
-        if self.opening is None:
-            self.prepare(call)
+        self.prepare(call)
         self.wait()  # Ctrl-C does not end it
         opening, self.opening = self.opening, None
         assert opening is not None  # it has begun

@@ -34,7 +34,7 @@ from cnr_store_gpu.optimizers import (
 )
 from cnr_store_gpu.row_union import Cumulative
 from cnr_store_gpu.tables import Lookup, gradient_mask, rows_with_gradient
-from cnr_store_gpu.tracked_table import NOTED, LookupLedger, TrackedTable, restamp, stamp_of, written
+from cnr_store_gpu.tracked_table import NOTED, LookupLedger, TrackedTable, named, restamp, stamp_of, written
 from cnr_store_gpu.words import NO_ROW, words_full
 
 OnBypass = Literal["warn", "raise"]
@@ -192,7 +192,7 @@ class Following:
                 self._check_movement(watched, movement)
         if unknown := [watched for watched, movement in found if not movement.is_known]:
             warn_caller(
-                f"{_named(unknown)}: {found[0][1].explanation}, and every save will be a baseline. "
+                f"{named(unknown)}: {found[0][1].explanation}, and every save will be a baseline. "
                 f"Say what it does with TrackingOptions(assume={{{type(optimizer).__name__!r}: 'touched'}}) (a "
                 f"RowTracker takes Movement.TOUCHED), and check it with verify_rows=1000"
             )
@@ -286,7 +286,7 @@ class Following:
                 if movement is not watched.followed and self.follow_movement(watched, movement):
                     dense_now.setdefault(movement.explanation, []).append(watched)
         for explanation, tables in dense_now.items():
-            warn_caller(f"{_named(tables)}: {explanation} now; every row is saved from here on")
+            warn_caller(f"{named(tables)}: {explanation} now; every row is saved from here on")
         self._mark_gradients(stepped, gradients)
         stepped.moving = stepped.tables if has_closure else [watched for watched, _ in gradients]
         if has_closure:  # which may be called several times, with other gradients than the last
@@ -383,7 +383,7 @@ class Following:
         for watched in found:
             self.mark_all(watched)
         message = (
-            f"{_named(found)}: written by something that no hook saw (loading, clipping, an optimizer that is not "
+            f"{named(found)}: written by something that no hook saw (loading, clipping, an optimizer that is not "
             f"attached, a replaced tensor)"
         )
         if self._on_bypass == "raise":
@@ -415,14 +415,6 @@ class Following:
         # If nothing reports updates, each of them looks like this; it is a bypass only if nothing was
         # marked either.
         return any(one.marked or self._ledger.saw(one.place) for one in group)
-
-
-def _named(tables: Sequence[TrackedTable]) -> str:
-    names = [one.table for one in tables]
-    if len(names) == 1:
-        return f"table {names[0]!r}"
-    few = ", ".join(map(repr, names[:5]))
-    return f"{len(names)} tables, {few}{f' and {len(names) - 5} more' * (len(names) > 5)}"
 
 
 def _outside_graphs(hook: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:

@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 
-_WITHOUT_STREAMS = ("cpu", "meta", "mps")
-
 
 def streams_of(device: torch.device) -> Any:
-    """Return the module that has the device's streams and events; None for a device that has none.
+    """Return the module that has the device's streams and events; None for a device that torch has none of.
 
     `torch.cuda` (of ROCm too), `torch.xpu`, or what another backend registered: with ``Stream``, ``Event``, ``stream``,
     ``device`` and ``current_stream``.
     """
-    return None if device.type in _WITHOUT_STREAMS else torch.get_device_module(device)
+    module = getattr(torch, device.type, None)  # None where a package beside torch has it, as XLA's
+    return module if device.type != "cpu" and hasattr(module, "Stream") else None
 
 
 def wait_for_streams(tensors: Iterable[torch.Tensor]) -> None:

@@ -235,6 +235,15 @@ def written(tables: Sequence[TrackedTable]) -> list[TrackedTable]:
     return [one for one, now in zip(tables, stamps, strict=True) if now != one.stamp]
 
 
+def named(tables: Sequence[TrackedTable]) -> str:
+    """Return what a message calls these tables: how many, and the names of a few."""
+    names = [one.table for one in tables]
+    if len(names) == 1:
+        return f"table {names[0]!r}"
+    few = ", ".join(map(repr, names[:5]))
+    return f"{len(names)} tables, {few}{f' and {len(names) - 5} more' * (len(names) > 5)}"
+
+
 def stamp_of(weight: torch.Tensor | None) -> tuple[int, int] | None:
     """Return what changes with in-place writes (but those through ``.data``) and with another storage.
 
@@ -316,24 +325,28 @@ class TrackedTables:
         self._slices[names] = found
         return found
 
-    def mark_again(self, lookup: KeptLookup) -> None:
-        """Mark the rows of a lookup whose update is still to come, for the next interval."""
-        tables = [self._tables[place] for place in lookup.places]
-        for one in tables:
-            one.marked = True
-        if lookup.is_overwritten:
-            for one in dict.fromkeys(tables):
-                one.bitmap.mark_all(one.table)
+    def mark_again(self, lookups: Iterable[KeptLookup]) -> None:
+        """Mark the rows of lookups whose update is still to come, for the next interval."""
+        overwritten: dict[TrackedTable, None] = {}
+        for lookup in lookups:
+            tables = [self._tables[place] for place in lookup.places]
+            for one in tables:
+                one.marked = True
+            if lookup.is_overwritten:
+                overwritten |= dict.fromkeys(tables)
+            elif lookup.ends is None:
+                one = tables[0]
+                operators.mark(one.bitmap.words, lookup.ids, one.first_word, one.num_rows, lookup.skip_row)
+            else:
+                slices = self.slices_of(tuple(one.table for one in tables))
+                operators.mark_slices(slices.words, lookup.ids, lookup.ends, slices.first_words, slices.num_rows)
+        for one in overwritten:
+            one.bitmap.mark_all(one.table)
+        if overwritten:
             warn_caller(
-                f"the ids of a lookup in {', '.join(one.table for one in tables)} were overwritten before its update; "
-                f"all rows count as changed. Give ids that stay as they are"
+                f"{named(list(overwritten))}: ids of a lookup were overwritten before its update; all rows count as "
+                "changed. Give ids that stay as they are"
             )
-        elif lookup.ends is None:
-            one = tables[0]
-            operators.mark(one.bitmap.words, lookup.ids, one.first_word, one.num_rows, lookup.skip_row)
-        else:
-            slices = self.slices_of(tuple(one.table for one in tables))
-            operators.mark_slices(slices.words, lookup.ids, lookup.ends, slices.first_words, slices.num_rows)
 
     def _join_mates(self) -> None:
         by_memory: dict[int, list[TrackedTable]] = {}

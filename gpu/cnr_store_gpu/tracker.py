@@ -32,7 +32,6 @@ from cnr_store_gpu.tracked_table import (
     TrackedTable,
     TrackedTables,
     restamp,
-    written,
 )
 
 InFlight = Literal["refuse", "remark"]
@@ -364,8 +363,7 @@ class RowTracker:
         for table, sources in self._sources.items():
             for source in sources:
                 self.bitmap.of(table).mark(table, source.take())
-        if changed := written(list(self._tables)):
-            self._following.check_bypass(changed)
+        self._following.check_bypass(list(self._tables))
         for watched in self._tables:
             # A write that left the version alone (through `.data`) must not excuse one of a later interval.
             watched.declared = False
@@ -378,8 +376,7 @@ class RowTracker:
         self._tables.begin_interval()
         for watched in [one for one in self._tables if one.keeps_ever]:
             self._following.ever.add(taken[watched.table])
-        for lookup in self._ledger.in_flight():
-            self._tables.mark_again(lookup)
+        self._tables.mark_again(self._ledger.in_flight())
         self.overtaken.mark_again()
         if self._probe is not None:
             self._probe.resample()

@@ -18,7 +18,8 @@ from cnr_store_gpu import RowRequest, StagingBuffers
 from cnr_store_gpu.delivery import StagedIds, deliver
 from cnr_store_gpu.pinned import SMALLEST_RING, TransitRing, block_sizes, plan_chunks
 from cnr_store_gpu.staging import KeptMemory
-from cnr_store_gpu.transfer import HostTransfer, Mark
+from cnr_store_gpu.streams import streams_of
+from cnr_store_gpu.transfer import HostTransfer, Mark, transfer_for
 
 T = TypeVar("T")
 TIMEOUT_S = 20
@@ -91,6 +92,21 @@ def test_blocks_are_powers_of_two_that_fit_the_ring(ring_bytes: int) -> None:
     assert block_bytes <= 64 * 2**20
     assert num_blocks >= 4
     assert ring_bytes - block_bytes < block_bytes * num_blocks <= ring_bytes
+
+
+@pytest.mark.parametrize("kind", ["cpu", "meta", "mps", "xla", "privateuseone"])
+def test_a_device_that_torch_has_no_streams_of_is_copied_by_threads(kind: str) -> None:
+    """Regression: a device whose module is in a package beside torch, as XLA's, raised RuntimeError."""
+    transfer = transfer_for(torch.device(kind))
+
+    assert streams_of(torch.device(kind)) is None
+    assert isinstance(transfer, HostTransfer)
+    transfer.close()
+
+
+def test_the_streams_of_a_gpu_are_in_its_module() -> None:
+    assert streams_of(torch.device("cuda:1")) is torch.cuda
+    assert streams_of(torch.device("xpu")) is torch.xpu
 
 
 def test_a_ring_too_small_to_copy_through_is_refused_before_any_save() -> None:

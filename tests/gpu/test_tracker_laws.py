@@ -478,6 +478,21 @@ def test_ids_in_flight_that_were_overwritten_mark_the_whole_table() -> None:
     assert taken(tracker) == {"t": list(range(10))}
 
 
+def test_lookups_in_flight_that_were_overwritten_are_one_warning() -> None:
+    """Regression: there was a warning for each lookup, with the names of all its tables."""
+    shards = [WatchedShard(f"t{number}", 10) for number in range(8)]
+    tracker = RowTracker(nn.Identity(), shards=shards, in_flight="remark", steps_ahead=0)
+    rows = ids(1, 2)
+    for number in range(8):
+        tracker.lookup(f"t{number}", rows)
+    rows.fill_(0)
+
+    with pytest.warns(RuntimeWarning, match="8 tables, 't0', .* and 3 more: ids of a lookup were overw") as warned:
+        tracker.take()
+
+    assert len(warned) == 1
+
+
 def test_ids_of_tables_that_nothing_updates_are_not_kept() -> None:
     model = nn.ModuleDict({"a": nn.Embedding(20, 3), "b": nn.Embedding(20, 3)})
     tracker = RowTracker(model, optimizers=[sgd(model["a"])], in_flight="remark")

@@ -215,6 +215,22 @@ def test_the_child_of_a_program_that_is_killed_early_says_nothing(store: Store, 
     Loader(store.url, shared=shared).close()
 
 
+def test_a_program_without_a_main_guard_is_told_so(store: Store, tmp_path: Path) -> None:
+    """Regression: that its child may start no process was said to be an argument that cannot be sent there."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nfrom cnr_store.serving import LoaderProcess\nLoaderProcess(sys.argv[1], shared=sys.argv[2])\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, str(program), store.url, str(tmp_path / "m")], capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 1
+    assert "if __name__ == '__main__':` cannot start one" in done.stderr
+    assert "cannot be sent" not in done.stderr
+
+
 def test_a_program_that_closes_nothing_frees_the_memory(store: Store, tmp_path: Path) -> None:
     program, shared = tmp_path / "program.py", tmp_path / "m"
     program.write_text(PARENT)

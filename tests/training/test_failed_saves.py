@@ -291,6 +291,27 @@ def test_an_interrupted_first_full_is_no_torn_one(backend: Backend) -> None:
     assert_stored(store, training)
 
 
+def test_a_takeover_that_a_save_was_interrupted_in_is_the_next_steps(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the step after Ctrl-C opened a second writer, and nothing closed the first."""
+    store, training, manager = begun(backend)
+    training.train(0)
+    with monkeypatch.context() as patched:
+        patched.setattr("cnr_store.training.training_writer.wait", raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            manager.save()
+    manager.step()
+    manager.save()
+
+    assert store.head().record.epoch == 1
+    assert_stored(store, training)
+
+
+def raise_interrupt(_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def step_without_new_threads(manager: CheckpointManager, on_error: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step whose save fails because no thread starts; who is only warned goes on."""
 

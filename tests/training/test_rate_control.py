@@ -229,6 +229,24 @@ def test_many_such_scales_are_warned_of_once(tmp_path: Path, caplog: pytest.LogC
     assert "and most of 2 other tables" in warning.message
 
 
+def test_many_scales_without_room_are_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A regression: a model of 300 tables got a warning for each, at each restore."""
+    for loss in (1e4, 1e-4, 1e-4):  # the scale of all but its first value should be halved 13 times
+        torch.manual_seed(5)
+        model = torch.nn.ModuleList(torch.nn.EmbeddingBag(64, DIM, mode="sum", sparse=True) for _ in range(7))
+        with CheckpointManager(
+            str(tmp_path / "s"), model=model, optimizer=[], options=TableOptions(bits=8), **grouped(schedule="loss")
+        ) as manager:
+            manager.restore()
+            for _ in range(5000):
+                manager.report_loss(loss)
+            manager.step()
+            manager.save()
+
+    [warning] = [record for record in caplog.records if "have room for" in record.message]
+    assert "'0.weight', '1.weight', '2.weight', '3.weight', '4.weight'] and 2 more" in warning.message
+
+
 @pytest.mark.parametrize(
     ("first", "then"),
     [

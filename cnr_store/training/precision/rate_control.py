@@ -17,6 +17,7 @@ from cnr_store.errors import BadInput
 from cnr_store.format.records import TableSchema
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.training.document import RateDocument, RunRates, TableRates, slot_bits_by
+from cnr_store.training.matching import some_of
 from cnr_store.training.precision.measuring import ScaleMeter, step_of
 from cnr_store.training.save_interval import SaveInterval
 from cnr_store.training.shards import Holdings
@@ -244,10 +245,11 @@ class RateControl:
     def _widen(self, ranks: Ranks, writer: Writer, growing: Mapping[str, tuple[AffineBits, AffineBits]]) -> None:
         """Plan the widths that the restores ask for, by table the width of now and that; all ranks call it."""
         measured = self._meter.measure(ranks, writer, {table: self._widened(table) for table in growing})
+        refused: dict[str, str] = {}
         for table, (bits, wanted) in growing.items():
             asked = measured[table]
             if asked.refused is not None:
-                logger.warning("table %s keeps its scale, %d bits would be due: %s", table, wanted, asked.refused)
+                refused[table] = asked.refused
                 continue
             expected = self._options[table].expected_restores or 0.0
             reason = f"restored {self._restores} times, {expected:g} were expected"
@@ -259,6 +261,11 @@ class RateControl:
                 logger.info(
                     "table %s: %d bits instead of %d (%s): %s", table, wanted, bits, reason, _effect_of(planned)
                 )
+        if refused:
+            logger.warning(
+                "tables %s keep their scales, though more bits are due; the first: %s", some_of(refused.keys()),
+                min(refused.items())[1],
+            )  # fmt: skip
 
     def _follow_options(self, table: str, encoding: Encoding, known_rates: TableRates) -> None:
         """Plan a baseline of a table whose options ask for another scale than those of the checkpoint did."""
@@ -305,16 +312,18 @@ class RateControl:
         if not due:
             return
         rooms = together(ranks, lambda: {table: self._meter.room(writer, table) for table in due})
+        reason = f"the loss fell from {self._first_loss:.4g} to {self._loss:.4g}"
+        lacking = set()
         for table, halvings in due.items():
-            reason = f"the loss fell from {self._first_loss:.4g} to {self._loss:.4g}"
             possible = min(halvings, *(room[table] for room in rooms))
             if possible < halvings:
-                logger.warning(
-                    "table %s: %s, which asks for %d halvings of its scale; there is room for %d",
-                    table, reason, halvings, possible,
-                )  # fmt: skip
+                lacking.add(table)
             if possible:
                 self._pending[table] = Refinement("halve", possible, asked_bits(self._options[table]), reason)
+        if lacking:
+            logger.warning(
+                "%s, which asks for more halvings than the scales of tables %s have room for", reason, some_of(lacking)
+            )
 
     # ---- one save
 
