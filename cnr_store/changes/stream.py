@@ -23,7 +23,7 @@ from cnr_store.changes.stream_path import StreamPath
 from cnr_store.changes.version_reader import VersionReader, names_of, segment_of
 from cnr_store.errors import BadInput, BranchNotFound, CursorExpired, MissingObject, TableNotFound, VersionNotFound
 from cnr_store.format.commit_record import LogEntry, is_live
-from cnr_store.runtime.arguments import check_not_one, checked_choice, checked_count, checked_number
+from cnr_store.runtime.arguments import check_not_one, checked_choice, checked_count, checked_number, some_of
 from cnr_store.runtime.closing import Closing
 from cnr_store.runtime.repeating import pause_s
 from cnr_store.serving.protection import RegisteredCursor
@@ -341,7 +341,7 @@ class ChangeStream(Closing):
             return  # the segments of the cursor's version were compacted and deleted
         missing = sorted(self._reader.only - known)
         if missing:
-            raise TableNotFound(f"no table {missing[0]!r}; there are {sorted(known)}", table=missing[0])
+            raise TableNotFound(f"no table {missing[0]!r}; there are {some_of(known, missing[0])}", table=missing[0])
 
     def _next_target(self) -> LogEntry | None:
         """Return the next record whose changes are reported; None at the end."""

@@ -19,6 +19,7 @@ from cnr_store.encodings import digest
 from cnr_store.errors import BadInput, CorruptStore, TableNotFound, Unsupported
 from cnr_store.format.manifest import recorded_digest
 from cnr_store.format.records import OPERATIONS, Manifest, Operation, PartEntry, RowListEntry, TableSchema
+from cnr_store.runtime.arguments import some_of
 from cnr_store.segment.codes import array_specs
 from cnr_store.types import Rectangle, RowIds, SlotsRule
 
@@ -116,7 +117,10 @@ def plan_table(
     """
     last = manifests[-1]
     if table not in last.tables:
-        raise TableNotFound(f"no table {table!r} at checkpoint {last.l1}; there are {sorted(last.tables)}", table=table)
+        raise TableNotFound(
+            f"no table {table!r} at checkpoint {last.l1}; there are {some_of(last.tables, table)}",
+            table=table,
+        )
     schema = last.tables[table]
     hashed = schema.keys == "hashed"
     stop = schema.num_rows if stop is None else stop

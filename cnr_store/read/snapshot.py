@@ -23,6 +23,7 @@ from cnr_store.read.joined_replay import read_together
 from cnr_store.read.plan import TablePlan, plan_table
 from cnr_store.read.replay import ChunkReader
 from cnr_store.read.table_view import TableView
+from cnr_store.runtime.arguments import some_of
 from cnr_store.runtime.closing import ProcessBound
 from cnr_store.runtime.notebook import html_table
 from cnr_store.runtime.threads import Inline, Workers
@@ -169,7 +170,7 @@ class Snapshot(ProcessBound):
         schema = self.readers[-1].manifest.tables.get(name) if self.readers else None
         if schema is None:
             raise TableNotFound(
-                f"version {self.version} has no table {name!r}; it has {sorted(self.tables)}",
+                f"version {self.version} has no table {name!r}; it has {some_of(self.tables, name)}",
                 table=name, version=self.version,
             )  # fmt: skip
         return TableView(self, name, schema)
@@ -234,7 +235,7 @@ class Snapshot(ProcessBound):
         for name in names:
             if name not in held:
                 raise TableNotFound(
-                    f"version {self.version} has no dense tensor {name!r}; it has {sorted(held)}",
+                    f"version {self.version} has no dense tensor {name!r}; it has {some_of(held, name)}",
                     table=name, version=self.version,
                 )  # fmt: skip
             found[name] = held[name]

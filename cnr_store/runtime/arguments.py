@@ -1,13 +1,14 @@
-"""Check single argument values, by name. Pure.
+"""Check single argument values, by name, and name a few of many in a message. Pure.
 
 Valid numbers are returned as Python's int or float, because they may be stored: JSON has no numpy scalars.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,18 @@ def checked_text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise BadInput(f"{name} must be a string; found {value!r}", found=repr(value))
     return value
+
+
+def some_of(names: Collection[str], near: str | None = None) -> str:
+    """Return at most five of the names as text, for a message, and how many more there are.
+
+    In their order if they have one, else sorted. Of more than five, those that are most like ``near``.
+    """
+    few = list(names if isinstance(names, Sequence) else sorted(names))
+    if len(few) <= 5:
+        return f"{few}"
+    few = few[:5] if near is None else difflib.get_close_matches(near, few, n=5, cutoff=0)
+    return f"{few} and {len(names) - 5} more"
 
 
 def check_not_one(name: str, names: Iterable[str] | None) -> None:

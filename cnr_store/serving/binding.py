@@ -13,6 +13,7 @@ import torch
 
 from cnr_store.errors import BadDtype, BadInput, BadShape, TableNotFound
 from cnr_store.format.records import DenseEntry
+from cnr_store.runtime.arguments import some_of
 from cnr_store.runtime.threads import windows
 from cnr_store.segment.codes import Array
 from cnr_store.serving.rows.served_table import RowKind, ServedTable
@@ -62,7 +63,10 @@ class ModuleBinding:
         tensors: dict[str, torch.Tensor] = module.state_dict(keep_vars=True)
         unknown = sorted(names.keys() - tensors.keys())
         if unknown:
-            raise BadInput(f"the module has no tensors {unknown}; it has {sorted(tensors)}", found=unknown)
+            raise BadInput(
+                f"the module has no tensors {some_of(unknown)}; it has {some_of(tensors, unknown[0])}",
+                found=unknown,
+            )
         stored = {name: names.get(name, name) for name in tensors}
         self._tables = {name: at for name, at in stored.items() if at in tables}
         self._dense = {name: at for name, at in stored.items() if at not in tables and at in dense}
@@ -70,7 +74,7 @@ class ModuleBinding:
         if missing:
             raise TableNotFound(
                 f"the version has nothing for the module's {missing}; map them by names=; it has tables "
-                f"{sorted(tables)} and dense tensors {sorted(dense)}",
+                f"{some_of(tables)} and dense tensors {some_of(dense)}",
                 table=stored[missing[0]], found=missing,
             )  # fmt: skip
         self._adopted: dict[str, Array] = {}

@@ -8,7 +8,7 @@ from typing import Literal
 
 from cnr_store.errors import BadInput
 from cnr_store.format.layout import check_name
-from cnr_store.runtime.arguments import check_not_one, checked_number
+from cnr_store.runtime.arguments import check_not_one, checked_number, some_of
 from cnr_store.serving.candidate import Check
 from cnr_store.serving.rows.served_table import KeptAs, Served
 from cnr_store.serving.rows.shards import Shard, check_shard
@@ -76,6 +76,6 @@ def check_by_table(options: LoaderOptions, tables: Collection[str]) -> None:
         strange = sorted(by_table.keys() - set(tables)) if isinstance(by_table, Mapping) else []
         if strange:
             raise BadInput(
-                f"{argument} names {strange[0]!r}, not one of the tables to serve: {sorted(set(tables))}",
+                f"{argument} names {strange[0]!r}, not one of the tables to serve: {some_of(set(tables), strange[0])}",
                 found=strange[0],
             )

@@ -10,6 +10,7 @@ from cnr_store.errors import CorruptStore, TableNotFound
 from cnr_store.format.commit_record import LogEntry
 from cnr_store.format.records import DenseEntry, TableSchema
 from cnr_store.read.snapshot import Snapshot
+from cnr_store.runtime.arguments import some_of
 from cnr_store.runtime.threads import Workers
 from cnr_store.segment.codes import Array
 from cnr_store.serving.loader_options import LoaderOptions
@@ -82,7 +83,8 @@ class StateBuilder:
         missing = [] if snapshot.is_empty else [name for name in self._tables or () if name not in snapshot.tables]
         if missing:
             raise TableNotFound(
-                f"version {snapshot.version} has no table {missing[0]!r}; it has {sorted(snapshot.tables)}",
+                f"version {snapshot.version} has no table {missing[0]!r}; it has "
+                f"{some_of(snapshot.tables, missing[0])}",
                 table=missing[0], version=snapshot.version,
             )  # fmt: skip
         return snapshot

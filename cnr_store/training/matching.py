@@ -16,6 +16,7 @@ import torch
 
 from cnr_store.errors import BadDtype, BadInput, BadShape, CorruptStore
 from cnr_store.format.records import DenseEntry, SlotSchema, TableSchema
+from cnr_store.runtime.arguments import some_of
 from cnr_store.segment.shards import Shard
 from cnr_store.training.document import TRAINER, OptimizerDocument, SlotDocument, TrainerDocument
 from cnr_store.training.shards import Holdings, LocalShard, RankShard
@@ -180,8 +181,8 @@ def plan_restore(
         _check_dense(name, stored_dense[name], tensor)
     if (schemas or stored_dense) and not names and not dense:
         raise BadInput(
-            f"nothing of the checkpoint fits this model: it has tables {sorted(schemas)} and dense tensors "
-            f"{some_of(stored_dense)}, the model has tables {sorted(holdings.tables)} and dense tensors "
+            f"nothing of the checkpoint fits this model: it has tables {some_of(schemas)} and dense tensors "
+            f"{some_of(stored_dense)}, the model has tables {some_of(holdings.tables)} and dense tensors "
             f"{some_of(plan.dense)}; map tables with tables={{stored: mine}}",
             expected=sorted(schemas), found=sorted(holdings.tables),
         )  # fmt: skip
@@ -207,20 +208,16 @@ def plan_restore(
     )  # fmt: skip
 
 
-def some_of(names: Collection[str]) -> str:
-    """A few names, for a message, in their order if they have one."""
-    few = list(names if isinstance(names, Sequence) else sorted(names))[:5]
-    return f"{few}" if len(names) <= len(few) else f"{few} and {len(names) - len(few)} more"
-
-
 def _names(
     schemas: Mapping[str, TableSchema], tables: Collection[str], name_map: Mapping[str, str], strict: bool
 ) -> dict[str, str]:
     for stored, mine in name_map.items():
         if stored not in schemas:
-            raise BadInput(f"tables= names stored table {stored!r}, the store has {sorted(schemas)}", table=stored)
+            raise BadInput(
+                f"tables= names stored table {stored!r}, the store has {some_of(schemas, stored)}", table=stored
+            )
         if mine not in tables:
-            raise BadInput(f"tables= names {mine!r}, the model has tables {sorted(tables)}", table=mine)
+            raise BadInput(f"tables= names {mine!r}, the model has tables {some_of(tables, mine)}", table=mine)
     names = {stored: name_map.get(stored, stored) for stored in schemas}
     matched = {stored: mine for stored, mine in names.items() if mine in tables}
     if len(set(matched.values())) < len(matched):
@@ -246,8 +243,9 @@ def _refuse_other_roles(now_tables: Collection[str], now_dense: Collection[str])
 def _refuse_unmatched(what: str, missing: list[str], extra: list[str]) -> None:
     if missing or extra:
         raise BadInput(
-            f"the checkpoint and the model have different {what}: missing in the checkpoint {missing}, missing in the "
-            f"model {extra}; map tables with tables={{stored: mine}}, or restore what both have with strict=False",
+            f"the checkpoint and the model have different {what}: missing in the checkpoint {some_of(missing)}, "
+            f"missing in the model {some_of(extra)}; map tables with tables={{stored: mine}}, or restore what both "
+            "have with strict=False",
             expected=missing, found=extra,
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from cnr_store.errors import BadInput
-from cnr_store.runtime.arguments import checked_choice, checked_count, checked_number
+from cnr_store.runtime.arguments import checked_choice, checked_count, checked_number, some_of
 from cnr_store.runtime.ranks import Ranks
 from cnr_store.runtime.threads import check_rate
 from cnr_store.training.background import SaveReport
@@ -301,7 +301,10 @@ def options_by_table(
         return dict.fromkeys(tables, given)
     unknown = sorted(given.keys() - set(tables))
     if unknown:
-        raise BadInput(f"options= names tables {unknown}; the model has {sorted(tables)}", table=unknown[0])
+        raise BadInput(
+            f"options= names tables {some_of(unknown)}; the model has {some_of(tables, unknown[0])}",
+            table=unknown[0],
+        )
     return {table: given.get(table, TableOptions()) for table in tables}
 
 

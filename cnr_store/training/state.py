@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from cnr_store.encodings import widths
 from cnr_store.errors import BadInput, TableNotFound, Unsupported
 from cnr_store.format.records import TableSchema
+from cnr_store.runtime.arguments import some_of
 from cnr_store.runtime.ranks import Ranks
 from cnr_store.training.shards import (
     LocalShard,
@@ -95,7 +96,7 @@ def table_parameters(model: nn.Module, declared: Iterable[str] = ()) -> dict[str
     named = dict(model.named_parameters(remove_duplicate=False))
     for name in declared:
         if name not in named:
-            raise TableNotFound(f"the model has no parameter {name!r}; it has {sorted(named)}", table=name)
+            raise TableNotFound(f"the model has no parameter {name!r}; it has {some_of(named, name)}", table=name)
         if all(named[name] is not weight for weight in found.values()):
             found[name] = named[name]
     return found

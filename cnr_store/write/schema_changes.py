@@ -19,6 +19,7 @@ from cnr_store.errors import BadDtype, BadInput, BadShape, TableNotFound, Unsupp
 from cnr_store.format.layout import check_name
 from cnr_store.format.limits import MAX_SHIFT, MAX_SHIFT_IN_CHAIN, MIN_SCALE
 from cnr_store.format.records import TableSchema
+from cnr_store.runtime.arguments import some_of
 from cnr_store.runtime.ranks import together
 from cnr_store.runtime.records import converter
 from cnr_store.segment.codes import Array
@@ -81,7 +82,7 @@ class SchemaChanges:
         TableNotFound
         """
         if table not in self.tables:
-            raise TableNotFound(f"no table {table!r}; there are {sorted(self.tables)}", table=table)
+            raise TableNotFound(f"no table {table!r}; there are {some_of(self.tables, table)}", table=table)
         return self.tables[table]
 
     def options_of(self, table: str) -> TableOptions | None:

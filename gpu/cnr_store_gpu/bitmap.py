@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from cnr_store.errors import BadInput, BadRowIds, BadShape, TableNotFound
+from cnr_store.runtime.arguments import some_of
 from cnr_store.types import RowIds
 from cnr_store_gpu import words as packed
 from cnr_store_gpu.operators import mark_here
@@ -473,7 +474,7 @@ class RowBitmap:
             return self._places[table]
         except KeyError:
             raise TableNotFound(
-                f"no table {table!r} in this bitmap; it has {sorted(self._places)}", table=table
+                f"no table {table!r} in this bitmap; it has {some_of(self._places, table)}", table=table
             ) from None
 
     def _outside(self, table: str, outside: int, smallest: int, largest: int) -> BadRowIds:
@@ -513,7 +514,9 @@ class DeviceBitmaps:
         try:
             return self._by_table[table]
         except KeyError:
-            raise TableNotFound(f"no table {table!r} here; there are {sorted(self._by_table)}", table=table) from None
+            raise TableNotFound(
+                f"no table {table!r} here; there are {some_of(self._by_table, table)}", table=table
+            ) from None
 
     def any(self) -> bool:
         """Return whether any row of any table is marked; waits for the devices."""

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from cnr_store.errors import BadRowIds, TableNotFound
+from cnr_store.runtime.arguments import some_of
 from cnr_store.types import RowIds
 from cnr_store_gpu import words as packed
 from cnr_store_gpu.bitmap import Ids, Place, Taken, TakenRows, check_words, flat_ids
@@ -118,4 +119,6 @@ class Cumulative:
         try:
             return self._rows[table]
         except KeyError:
-            raise TableNotFound(f"no table {table!r} here; there are {sorted(self._rows)}", table=table) from None
+            raise TableNotFound(
+                f"no table {table!r} here; there are {some_of(self._rows, table)}", table=table
+            ) from None

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from cnr_store.errors import BadInput
+from cnr_store.runtime.arguments import some_of
 from cnr_store_gpu import operators
 from cnr_store_gpu.bitmap import DeviceBitmaps, Ids, OutOfRange, Taken
 from cnr_store_gpu.hooks import Following, OnBypass
@@ -312,8 +313,8 @@ class RowTracker:
         waiting = {} if self._remarks else self._waiting()
         if waiting:
             raise BadInput(
-                f"between forward and optimizer step: lookups that wait for their step, by table: "
-                f"{waiting}. Save right after optimizer.step(), and evaluate under torch.no_grad(); "
+                f"between forward and optimizer step: lookups of {some_of(waiting)} wait for their "
+                f"step. Save right after optimizer.step(), and evaluate under torch.no_grad(); "
                 f"after a skipped step, or an update that no "
                 f"attached optimizer makes, call manager.tracker.declare_boundary() first, or updated(name) where it "
                 f"is made; where batches are always in flight, use TrackingOptions(in_flight='remark')",

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from cnr_store.errors import BadDtype, BadInput, BadRowIds, BadShape, CnrStoreError, TableNotFound
 from cnr_store.format.records import TableSchema
 from cnr_store.read.id_maps import checked_map, map_names
-from cnr_store.runtime.arguments import check_not_one
+from cnr_store.runtime.arguments import check_not_one, some_of
 from cnr_store.segment.codes import Array
 from cnr_store.serving.rows.board import Board
 from cnr_store.serving.rows.joined_lookups import LEAST_TABLES, JoinedLookups
@@ -266,7 +266,7 @@ def lookup_in(
 def _tensor(view: View, name: str) -> Array:
     if name not in view.dense:
         raise TableNotFound(
-            f"version {view.version} has no dense tensor {name!r}; it has {sorted(view.dense)}",
+            f"version {view.version} has no dense tensor {name!r}; it has {some_of(view.dense, name)}",
             table=name, version=view.version,
         )  # fmt: skip
     return view.dense[name]

@@ -16,6 +16,7 @@ from types import MappingProxyType
 import numpy as np
 
 from cnr_store.errors import TableNotFound, VersionNotFound
+from cnr_store.runtime.arguments import some_of
 from cnr_store.segment.codes import Array, ExactRows
 from cnr_store.serving.rows.board import LONGEST_DEFERRAL_S, Board
 from cnr_store.serving.rows.memory import ANONYMOUS, Memory
@@ -56,7 +57,7 @@ class View:
             return self.tables[name]
         except KeyError:
             raise TableNotFound(
-                f"version {self.version} serves no table {name!r}; it serves {sorted(self.tables)}",
+                f"version {self.version} serves no table {name!r}; it serves {some_of(self.tables, name)}",
                 table=name, version=self.version,
             ) from None  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cnr_store.errors import BadInput, BadRowIds, TableNotFound, Unsupported
+from cnr_store.runtime.arguments import some_of
 from cnr_store.serving.sinks.protocol import SinkTable
 from cnr_store.types import RowIds
 
@@ -34,7 +35,7 @@ def check_positions(name: str, tables: Mapping[str, SinkTable], table: str, row_
     TableNotFound, BadRowIds
     """
     if table not in tables:
-        raise TableNotFound(f"{name} has no table {table!r}; it has {sorted(tables)}", table=table)
+        raise TableNotFound(f"{name} has no table {table!r}; it has {some_of(tables, table)}", table=table)
     num_rows = tables[table].num_rows
     assert num_rows is not None  # `check_batch`
     if len(row_ids) and not 0 <= row_ids.min() <= row_ids.max() < num_rows:

@@ -15,9 +15,9 @@ from typing import Literal
 from cnr_store.encodings.scale import ScaleChoice
 from cnr_store.errors import BadInput
 from cnr_store.format.records import TableSchema
+from cnr_store.runtime.arguments import some_of
 from cnr_store.runtime.ranks import Ranks, together
 from cnr_store.training.document import RateDocument, RunRates, TableRates, slot_bits_by
-from cnr_store.training.matching import some_of
 from cnr_store.training.precision.measuring import ScaleMeter, step_of
 from cnr_store.training.save_interval import SaveInterval
 from cnr_store.training.shards import Holdings
