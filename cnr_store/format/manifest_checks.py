@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, count
@@ -379,7 +378,8 @@ def _chunk_problems(manifest: Manifest) -> Iterator[str]:
 
 def _tensor_problems(name: str, tensor: DenseEntry, packs: Mapping[str, ArrayEntry]) -> Iterator[str]:
     size = math.prod(tensor.shape)
-    if size > MAX_ELEMENTS or (size == 0 and tensor.digest != _NO_BYTES):
+    # Also of a tensor without elements the other dimensions are multiplied: by whoever takes memory for it.
+    if math.prod(filter(None, tensor.shape)) > MAX_ELEMENTS or (size == 0 and tensor.digest != _NO_BYTES):
         yield f"dense tensor {name!r} of shape {tensor.shape} has digest {tensor.digest}"
     pack = packs.get(tensor.path)
     dtype = _STORED_AS.get(tensor.dtype, tensor.dtype)
@@ -392,9 +392,10 @@ def _tensor_problems(name: str, tensor: DenseEntry, packs: Mapping[str, ArrayEnt
 
 def _shared_elements(manifest: Manifest) -> Iterator[str]:
     """Tensors of one array have their own elements: any number of them could be all of it, in a line each."""
-    named: Counter[str] = Counter()
-    for tensor in manifest.dense.values():
-        named[tensor.path] += math.prod(tensor.shape)
-    for array in manifest.dense_arrays:
-        if named[array.path] > array.shape[0]:
-            yield f"the dense tensors in array {array.path} have {named[array.path]} elements, it has {array.shape[0]}"
+    ends: dict[str, int] = {}
+    for name, tensor in sorted(manifest.dense.items(), key=lambda item: item[1].offset):
+        size = math.prod(tensor.shape)
+        if size:
+            if tensor.offset < ends.get(tensor.path, 0):
+                yield f"dense tensor {name!r} has elements of array {tensor.path} that another tensor has"
+            ends[tensor.path] = tensor.offset + size

@@ -17,6 +17,7 @@ import numpy as np
 
 from cnr_store.encodings import digest
 from cnr_store.errors import BadInput, CorruptStore, TableNotFound, Unsupported
+from cnr_store.format.chain_checks import is_one_life
 from cnr_store.format.manifest import recorded_digest
 from cnr_store.format.records import OPERATIONS, Manifest, Operation, PartEntry, RowListEntry, TableSchema
 from cnr_store.runtime.arguments import some_of
@@ -113,7 +114,7 @@ def plan_table(
     TableNotFound
         If the last manifest does not have the table.
     CorruptStore
-        If its scale went back, or one-dimensional slots were cut differently within its life.
+        If its scale went back, or its form changed, or one-dimensional slots were cut differently within its life.
     """
     last = manifests[-1]
     if table not in last.tables:
@@ -138,6 +139,13 @@ def plan_table(
         shift = schema.shift - here.shift
         if shift < 0:
             raise CorruptStore(f"table {table!r}: shift goes back from {here.shift} to {schema.shift}", table=table)
+        # A check replays chains that contradict themselves too, and no kernel looks whether codes have its widths.
+        if here is not schema and not is_one_life(here, schema):
+            raise CorruptStore(
+                f"table {table!r} changes its shape, encoding or slots within generation {schema.generation}; run "
+                "`cnr verify`",
+                table=table,
+            )
         steps = [
             Step(index, part, operation, row_list, chunk, shift)
             for part in parts

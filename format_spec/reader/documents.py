@@ -217,13 +217,14 @@ def check_parts(manifest, need):  # CNR-SEG-8, CNR-SEG-19
 
 def check_dense(manifest, need):  # [4.6]
     arrays = {f"{g['path']}.{key}": (g["rows"], a) for g in manifest["dense_arrays"] for key, a in g["arrays"].items()}
-    left = {path: rows for path, (rows, array) in arrays.items() if array["width"] is None}
-    for name, tensor in manifest["dense"].items():
+    free = {path: 0 for path, (_, array) in arrays.items() if array["width"] is None}  # from which element on
+    for name, tensor in sorted(manifest["dense"].items(), key=lambda item: item[1]["offset"]):
         path, offset, size = tensor["path"], tensor["offset"], math.prod(tensor["shape"])
-        need(path in left and offset + size <= arrays[path][0], f"dense {name}: array")
+        need(path in free and offset + size <= arrays[path][0], f"dense {name}: array")
         need(arrays[path][1]["dtype"] == STORED_AS.get(tensor["dtype"], tensor["dtype"]), f"dense {name}: dtype")
-        left[path] -= size
-        need(left[path] >= 0 and (size or tensor["digest"] == xxhash.xxh3_128_hexdigest(b"")), f"dense {name}")
+        need(math.prod(filter(None, tensor["shape"])) <= 1 << 50, f"dense {name}: shape")
+        need(offset >= free[path] if size else tensor["digest"] == xxhash.xxh3_128_hexdigest(b""), f"dense {name}")
+        free[path] += size and offset + size - free[path]
 
 
 def check_change(own, tables, dense, documents, need):  # CNR-DOC-24: what a manifest ends or keeps was there

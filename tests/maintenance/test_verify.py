@@ -21,6 +21,9 @@ from cnr_store.format.layout import RECEIPT, segment_key
 from cnr_store.format.records import Manifest, PartEntry, Receipt
 from cnr_store.maintenance.compaction import compact_run
 from cnr_store.maintenance.verify.log import list_positions
+from cnr_store.maintenance.verify.states import FailedReplay, check_states
+from cnr_store.runtime.threads import Workers
+from cnr_store.segment.reader import SegmentReader, in_chain
 from format_spec import vectors
 from format_spec.vectors import find
 from tests.support.documents import document_of
@@ -334,6 +337,23 @@ def test_delta_that_starts_from_another_state_is_found(root: Path) -> None:
     found = forged_problems(root, change)
 
     assert [message for _, message in found if "starts from state digest" in message]
+
+
+def test_a_table_that_changes_its_form_is_not_replayed(tmp_path: Path) -> None:
+    """Codes of six columns were written to memory for one: the check goes on past contradictions of manifests."""
+    golden = Path(vectors.__file__).parent / "golden"
+    vector = json.loads((golden / "negative" / "vectors.json").read_text())["slot_kind_changes"]
+    root = Path(shutil.copytree(golden / vector["store"] / "store", tmp_path / "store"))
+    vectors.apply(root, vector["patch"])
+
+    with Store.open(str(root), threads=1) as store, Workers(1) as workers:
+        chain = store.record(9).chain
+        readers = in_chain([SegmentReader.open(store.storage, entry) for entry in chain])
+        found = [*check_states(readers, workers, lambda _: None)]
+
+    failed = [one for one in found if isinstance(one, FailedReplay)]
+    assert len(failed) == 1
+    assert "'user' changes its shape, encoding or slots within generation 1" in str(failed[0].error)
 
 
 def test_row_in_two_lists_of_a_part_is_found(root: Path) -> None:
