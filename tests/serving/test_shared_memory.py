@@ -488,6 +488,18 @@ def test_a_file_that_was_cut_is_refused_and_not_mapped(memory: SharedMemory) -> 
         AttachedTables(memory.folder)
 
 
+def test_a_file_of_another_user_is_not_mapped(tmp_path: Path) -> None:
+    """Whoever owns it can cut it under a lookup, which kills the process, and change what was checked."""
+    path = Path("/etc/passwd")
+    if os.geteuid() == 0:
+        path = tmp_path / "rows"
+        path.write_bytes(bytes(64))
+        os.chown(path, 12345, 12345)
+
+    with pytest.raises(PermissionError, match="another user"):
+        shared_memory_module.map_file(path, 64, create=False, writable=False)
+
+
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"format":1}', b"\xff" * 40, b"[" * 1000, b"0" * 100_000])
 def test_a_damaged_pointer_is_named_and_the_next_owner_mends_it(tmp_path: Path, damage: bytes) -> None:
     folder = tmp_path / "shared"

@@ -411,7 +411,7 @@ def map_file(
     Raises
     ------
     OSError
-        No room, no such file, or a link.
+        No room, no such file, a link, or the file of another user, who could cut it under a reader.
     CorruptObject
         The file is smaller, or empty.
     """
@@ -421,6 +421,8 @@ def map_file(
         if create:
             os.ftruncate(file, size)
             reserve(file, size if used is None else used)
+        elif hasattr(os, "geteuid") and os.fstat(file).st_uid != os.geteuid():
+            raise PermissionError(errno.EACCES, "it is another user's", str(path))
         elif (found := os.fstat(file).st_size) < max(size, 1):
             raise CorruptObject(
                 f"{path} has {found} bytes, expected {size}: it was cut, restart the loader of the folder",
