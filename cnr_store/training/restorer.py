@@ -335,7 +335,15 @@ class Restorer:
         apply_dense(planned.plan, read.dense, read.entries, planned.state, training.optimizers)
         for name, extra in training.extras.items():
             if trainer is not None and name in trainer.extras:
-                extra.load_state_dict(trainer.extras[name])
+                try:
+                    extra.load_state_dict(trainer.extras[name])
+                except Exception as error:
+                    error.add_note(
+                        f"extras[{name!r}], a {type(extra).__name__}, does not take its state of version "
+                        f"{planned.snapshot.version}. To restore all but this state, give it another name in extras= "
+                        "of a new manager, and restore(strict=False)"
+                    )
+                    raise
         for one in training.communication:
             if one.name in read.communication:
                 one.load_rank_state(read.communication[one.name])

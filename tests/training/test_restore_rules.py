@@ -79,6 +79,38 @@ def test_a_restore_that_fails_frees_the_mirrors_it_has_read(tmp_path: Path) -> N
     manager.close()
 
 
+def test_an_extra_that_does_not_take_its_state_is_named_and_left_out(tmp_path: Path) -> None:
+    """Averages of a model that has got a table were refused by torch, which did not say what they belong to."""
+    url, table = str(tmp_path / "store"), nn.Embedding(ROWS, 4, sparse=True)
+    with CheckpointManager(url, model=table, extras={"own": Refusing()}) as manager:
+        manager.save()
+    other = nn.Embedding(ROWS, 4, sparse=True)
+
+    manager = CheckpointManager(url, model=other, extras={"own": Refusing()})
+    with pytest.raises(RuntimeError, match="loads nothing") as told:
+        manager.restore()
+    manager.close()
+    with CheckpointManager(url, model=other, extras={"own-2": Refusing()}) as manager:
+        manager.restore(strict=False)
+
+    assert "extras['own'], a Refusing, does not take its state of version 2" in told.value.__notes__[0]
+    torch.testing.assert_close(other.weight, table.weight, rtol=0, atol=0.1)
+
+
+def test_a_part_that_is_compiled_in_place_keeps_its_names(tmp_path: Path) -> None:
+    url = str(tmp_path / "store")
+    model = nn.Sequential(nn.Embedding(ROWS, 4), nn.Linear(4, 1))
+    with CheckpointManager(url, model=model) as manager:
+        manager.save()
+
+    model[1].compile(backend="eager")
+    with CheckpointManager(url, model=torch.compile(model, backend="eager")) as manager:
+        restored = manager.restore()
+
+    assert restored is not None
+    assert restored.tables == ("0.weight",)
+
+
 def writers_alive() -> list[Writer]:
     return [one for one in gc.get_objects() if isinstance(one, Writer)]
 
