@@ -89,18 +89,20 @@ def loads(data: bytes, decoder: msgspec.json.Decoder[DocumentType], *, deepest: 
     return decoder.decode(data)
 
 
-def decode_document(data: bytes, kind: type[DocumentType], where: str) -> DocumentType:
+def decode_document(
+    data: bytes, kind: type[DocumentType], where: str, advice: str = "run `cnr verify`"
+) -> DocumentType:
     """Parse a JSON document as ``kind``; unknown fields are ignored.
 
     Raises
     ------
     CorruptStore
-        If it is not JSON, or mistyped; names ``where``.
+        If it is not JSON, or mistyped; names ``where``, and gives ``advice``.
     """
     try:
         return loads(data, _DECODERS[kind])  # type: ignore[no-any-return]  # the table is typed by its keys
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CorruptStore(f"{where} cannot be parsed: {error}; run `cnr verify`", path=where) from error
+        raise CorruptStore(f"{where} cannot be parsed: {error}; {advice}", path=where) from error
 
 
 _BLOCK_BYTES = 1 << 20

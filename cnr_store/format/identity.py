@@ -6,6 +6,9 @@ from cnr_store.errors import CorruptStore, NewerFormat
 from cnr_store.format.documents import decode_document
 from cnr_store.format.records import FORMAT, MAJOR, Identity, RelayMarker
 
+RESTORE_IDENTITY = "restore it from a backup, or from a relay, which has the same bytes"
+"""What to do if ``cnr.json`` is lost or damaged: without it no command can open the store, `cnr verify` neither."""
+
 
 def decode_identity(data: bytes, where: str) -> Identity:
     """Parse ``cnr.json``; refuses other formats and newer majors.
@@ -14,9 +17,13 @@ def decode_identity(data: bytes, where: str) -> Identity:
     ------
     CorruptStore, NewerFormat
     """
-    header = decode_document(data, dict, where)
+    header = decode_document(data, dict, where, RESTORE_IDENTITY)
     if header.get("format") != FORMAT:
-        raise CorruptStore(f"{where} is not a {FORMAT} identity", path=where, found=header.get("format"))
+        raise CorruptStore(
+            f"{where} is not a {FORMAT} identity; check the place, or {RESTORE_IDENTITY}",
+            path=where,
+            found=header.get("format"),
+        )
     major = header.get("major")
     if isinstance(major, int) and major > MAJOR:
         raise NewerFormat(
@@ -26,7 +33,7 @@ def decode_identity(data: bytes, where: str) -> Identity:
             expected=MAJOR,
             found=major,
         )
-    return decode_document(data, Identity, where)
+    return decode_document(data, Identity, where, RESTORE_IDENTITY)
 
 
 def decode_relay_marker(data: bytes, store_uuid: str, where: str) -> RelayMarker:

@@ -8,7 +8,7 @@ from typing import Any
 from cnr_store.errors import NotAStore, StorageFailure, StoreExists, Unsupported
 from cnr_store.format import arrays, layout
 from cnr_store.format.documents import canonical_json, sha256
-from cnr_store.format.identity import decode_identity
+from cnr_store.format.identity import RESTORE_IDENTITY, decode_identity
 from cnr_store.format.limits import MAX_SMALL_BYTES
 from cnr_store.format.records import FORMAT, MAJOR, MINOR, Identity
 from cnr_store.log import beginning
@@ -111,7 +111,8 @@ def _but_remains(storage: Storage) -> str:
     if not found:
         return "; check the place, or create a store there (`cnr init`)"
     return (
-        f", but {'/, '.join(found)}/: it was deleted or not copied, or a copy or relay is still being made; restore it"
+        f", but {'/, '.join(found)}/: it was deleted or not copied, or a copy or relay is still being made; "
+        f"{RESTORE_IDENTITY}"
     )
 
 

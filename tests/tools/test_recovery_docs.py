@@ -62,7 +62,7 @@ def save(url: str, step: int) -> None:
 def test_the_page_is_about_these_losses() -> None:
     lost = re.findall(r"^\| ([a-z][^|]*) \|", PAGE.read_text(), flags=re.MULTILINE)
 
-    assert len(lost) == 8  # the heading of the table, and seven losses
+    assert len(lost) == 8  # the heading of the table, and the losses that begin with a word
 
 
 KILLED = """
@@ -122,6 +122,27 @@ def test_an_object_is_put_back_from_the_relay(what: str) -> None:
         assert path.name in found.out
 
     run(PUT_BACK, OBJECT=path.relative_to("run-7").as_posix())
+
+    assert state("run-7") == before
+    save("run-7", 70)
+
+
+@pytest.mark.parametrize("left", [0, 20])
+def test_the_identity_is_put_back_from_the_relay(left: int) -> None:
+    before = state("run-7")
+    identity = Path("run-7/cnr.json")
+    kept = identity.read_bytes()[:left]
+    identity.unlink()
+    if kept:
+        identity.write_bytes(kept)
+
+    for command in ("log", "verify", "repair"):
+        failed = cnr(command, "run-7")
+        assert failed.code == (6 if kept else 3)
+        assert "restore it from a backup, or from a relay" in failed.err
+        assert "cnr verify" not in failed.err
+
+    run(PUT_BACK, OBJECT="cnr.json")
 
     assert state("run-7") == before
     save("run-7", 70)

@@ -90,11 +90,12 @@ class StoreCollector(Collector):
     """Reads a store at a scrape, and returns the same metrics for ``max_age_s`` after that.
 
     If the store cannot be read, the only metric is ``cnr_up 0``, and the reason is written to standard error.
+    ``read`` returns None if the caller has reported that already.
     """
 
     def __init__(
         self,
-        read: Callable[[], StoreStatus],
+        read: Callable[[], StoreStatus | None],
         url: str,
         *,
         max_age_s: float = 0.0,

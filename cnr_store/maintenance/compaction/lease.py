@@ -76,7 +76,11 @@ class LeasePlace:
 
     def is_live(self, lease: CompactionLease) -> bool:
         """Return whether the lease has not expired, so its holder may be active."""
-        return 0 < lease.expires_ms - self._clock_ms() <= MAX_LEASE_S * 1000
+        return 0 < self.left_s(lease) <= MAX_LEASE_S
+
+    def left_s(self, lease: CompactionLease) -> float:
+        """Return the seconds until the lease expires, unless its holder renews it."""
+        return (lease.expires_ms - self._clock_ms()) / 1000
 
     def put(self, lease: CompactionLease, length_s: float) -> None:
         """Write the lease, to expire in ``length_s`` seconds, at most a day. Ignores storage failures."""

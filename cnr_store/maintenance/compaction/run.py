@@ -250,7 +250,8 @@ def _take_up(
     note = None
     if old is not None and where is not None and is_open(old, store.internals.log, plan.head):
         if place.is_live(old) and not force:
-            return plan.describe(report, "busy", f"{old.holder} is compacting it; wait until its lease ends")
+            left = f"its lease ends in {place.left_s(old):.0f} s, unless it is renewed"
+            return plan.describe(report, "busy", f"{old.holder} is compacting it; {left} (`cnr compact --force`: now)")
         kind = plan.head.record.chain[where[0]].kind
         again = _plan_of(plan.head, plan.readers, Run(*where, kind, "begun by an earlier compaction"))
         if (old.plan, old.libraries) == (again.digest, libraries()) and not (is_bound and again.names != plan.names):

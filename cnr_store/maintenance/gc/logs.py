@@ -212,8 +212,8 @@ class LogScan:
         if digest is not None and known.digest != digest:
             raise CorruptRecord(
                 f"commit record {position} has digest {known.digest}, but its successor names {digest}; run "
-                "`cnr verify` and repair the log before collecting garbage, or pass despite_damage=True to expire "
-                "the version",
+                "`cnr verify` and repair the log before collecting garbage, or expire the version: "
+                "collect with despite_damage=True (`cnr gc --despite-damage`)",
                 version=position, path=self._key(position), expected=digest, found=known.digest,
             )  # fmt: skip
         return known
@@ -246,7 +246,7 @@ class LogScan:
         if data is None:
             raise CorruptStore(
                 f"log position {version} is empty, but later positions exist; restore the record from a backup, or "
-                "pass despite_damage=True to expire the version",
+                "expire the version: collect with despite_damage=True (`cnr gc --despite-damage`)",
                 version=version, path=self._key(version),
             )  # fmt: skip
         entry = decode_record(data, version)

@@ -413,7 +413,7 @@ class _Collection:
             raise CorruptStore(
                 f"{len(missing)} segments of kept versions are missing from storage, the first is {missing[0]}; data "
                 "was lost or a record is damaged, so nothing is deleted; run `cnr verify`, then `cnr repair`, or "
-                "collect with despite_damage=True",
+                "collect with despite_damage=True (`cnr gc --despite-damage`)",
                 path=segment_prefix(missing[0]), found=len(missing),
             )  # fmt: skip
         return plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -10,6 +11,7 @@ import typer
 
 from cnr_store import (
     BadInput,
+    CnrStoreError,
     CompactionPolicy,
     GcReport,
     MaintenanceReport,
@@ -183,7 +185,13 @@ def maintain_(
     """Compact, expire and delete in the store and its branches. Run it from cron. Exit code 9: more to do."""
     policy = CompactionPolicy(max_chain=max_chain, max_restore_ratio=max_restore_ratio, fanout=fanout)
     retention = _retention(keep_last, keep_within, keep_every, keep_best)
-    with open_store(url, storage_option) as store, progress_bars() as progress:
+    try:
+        opened = open_store(url, storage_option)
+    except CnrStoreError:
+        if metrics_file is not None:
+            _replace(_unopened(url), metrics_file)
+        raise
+    with opened as store, progress_bars() as progress:
         collector = None if metrics_file is None else _collector(store, 0.0)
         try:
             report = maintain(
@@ -268,6 +276,14 @@ def _collector(store: Store, max_age_s: float) -> StoreCollector:
     from cnr_store_tools.metrics import StoreCollector
 
     return StoreCollector(lambda: read_status(store), store.url, max_age_s=max_age_s)
+
+
+def _unopened(url: str) -> StoreCollector:
+    """Return the metrics of a store that could not be opened: ``cnr_up 0``, with the label that it has when open."""
+    from cnr_store_tools.metrics import StoreCollector
+
+    label = url if "://" in url else os.path.abspath(url)  # noqa: PTH100 - as the URL of a store: links are kept
+    return StoreCollector(lambda: None, label)
 
 
 def _replace(collector: StoreCollector, path: Path) -> str | None:
