@@ -19,6 +19,7 @@ import pytest
 from cnr_store import CompactionReport, Store, verify_store
 from cnr_store.format.layout import COMPACTION_LEASE, RECEIPT, segment_key
 from cnr_store.log.author import writer_info
+from cnr_store.log.clock import wall_ms
 from cnr_store.log.commit_log import RetryPolicy
 from cnr_store.log.rebase import draft_after, rebase_expire
 from cnr_store.maintenance.compaction import compact_run, tasks
@@ -370,6 +371,20 @@ def test_a_crash_at_any_call_leaves_a_whole_state_and_a_run_to_resume() -> None:
 
     assert runs > len(calm.calls) > 50
     assert reused > runs / 2
+
+
+def test_a_lease_that_a_clock_ahead_released_holds_nobody_up(store: Store, training: Training) -> None:
+    place = LeasePlace(store.storage, store.internals.log)
+    ahead = LeasePlace(store.storage, store.internals.log, lambda: wall_ms() + 2 * 3_600_000)
+
+    held = leases.HeldLease(ahead, leases.new_lease(["a", "b"], 3, "0" * 64, "host:1"), 60.0)
+    before = place.read()
+    held.release()
+    after = place.read()
+
+    assert before is not None
+    assert after is not None
+    assert (place.is_live(before), place.is_live(after)) == (True, False)
 
 
 def test_a_lease_is_live_until_its_end_and_each_sign_of_life_moves_that(store: Store, training: Training) -> None:

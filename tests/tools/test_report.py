@@ -160,6 +160,16 @@ def test_a_report_of_an_empty_store_and_of_none(tmp_path: Path) -> None:
     assert not (tmp_path / "other.html").exists()
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
+def test_a_full_disk_under_a_report_is_a_failure_of_the_storage(tmp_path: Path) -> None:
+    Store.create(str(tmp_path / "empty")).close()
+
+    done = cnr("report", tmp_path / "empty", "-o", "/dev/full")
+
+    assert done.code == 7
+    assert "cannot be written to /dev/full: No space left on device" in done.err
+
+
 @pytest.mark.parametrize("count", [1, MOST_BARS, MOST_BARS + 1, 10_000])
 def test_long_logs_are_drawn_with_few_bars_that_keep_the_largest(count: int) -> None:
     bars = [Bar(float(1 + at % 997), "delta", str(at)) for at in range(count)]

@@ -83,9 +83,12 @@ class LeasePlace:
         return (lease.expires_ms - self._clock_ms()) / 1000
 
     def put(self, lease: CompactionLease, length_s: float) -> None:
-        """Write the lease, to expire in ``length_s`` seconds, at most a day. Ignores storage failures."""
+        """Write the lease, to expire in ``length_s`` seconds, at most a day. Ignores storage failures.
+
+        0 ends it for every clock: this machine's may be hours ahead of that of the next holder.
+        """
         try:
-            expires_ms = self._clock_ms() + int(min(length_s, MAX_LEASE_S) * 1000)
+            expires_ms = self._clock_ms() + int(min(length_s, MAX_LEASE_S) * 1000) if length_s else 0
             self._storage.put(self._key, canonical_json(msgspec.structs.replace(lease, expires_ms=expires_ms)))
         except StorageFailure:
             pass  # Without a lease another compaction may do the same work.

@@ -8,12 +8,15 @@ from typing import Annotated
 
 import typer
 
-from cnr_store import BadInput
+from cnr_store import BadInput, StorageFailure
 from cnr_store_tools.options import Branch, Json, StorageOptions, Url, open_store
 from cnr_store_tools.output import emit_message
 from cnr_store_tools.report.facts import read_facts
 from cnr_store_tools.report.page import report_html
 from cnr_store_tools.text import count_text
+
+_NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""Errors of a path that cannot be a file; all others are those of the disk."""
 
 
 def report(
@@ -42,7 +45,8 @@ def report(
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise BadInput(f"the report cannot be written to {output}: {error.strerror}", path=str(output)) from error
+        kind = BadInput if isinstance(error, _NO_FILE) else StorageFailure
+        raise kind(f"the report cannot be written to {output}: {error.strerror}", path=str(output)) from error
     document = {
         "url": facts.status.url, "path": str(output), "versions": len(facts.versions), "tables": len(facts.tables),
         "problems": None if facts.verified is None else len(facts.verified.problems),
