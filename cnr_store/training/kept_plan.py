@@ -275,7 +275,7 @@ class KeptPlan:
         Raises
         ------
         BadInput
-            As `plan_state`; an embedding is new since the training was attached.
+            As `plan_state`; an embedding is new since the training was attached, or its weights are.
         """
         if self._plan is not None and self._is_as_before():
             return self._plan
@@ -335,13 +335,19 @@ class _Tensors:
 
 
 def _refuse_new_tables(modules: Sequence[nn.Module], plan: StatePlan) -> None:
-    """Return if no embedding would be saved as a dense tensor, which no training restores into a table."""
-    dense = {id(tensor): name for name, tensor in plan.dense.items()}
+    """Return if each embedding is a table: a new one would be saved as a dense tensor, one in place of it not at all.
+
+    TorchRec has an empty one where another rank holds the table.
+    """
+    held = {id(shard.parameter) for shard in plan.shards.values()}
+    names = {id(parameter): name for module in modules[:1] for name, parameter in module.named_parameters()}
     weights = [one._parameters.get("weight") for one in modules if isinstance(one, (nn.Embedding, nn.EmbeddingBag))]
-    if found := sorted(dense[id(one)] for one in weights if id(one) in dense):
+    strange = [one for one in weights if one is not None and one.numel() and id(one) not in held]
+    if found := sorted({names[id(one)] for one in strange if id(one) in names}):
         raise BadInput(
-            f"{found[:5]} ({len(found)} embeddings) were added to the model after this manager was made, which follows "
-            "the tables of that time; close it and make a new one, whose next save is a baseline of the live state",
+            f"{found[:5]} ({len(found)} embeddings) were added to the model, or got other weights, after this manager "
+            "was made, which follows the tables of that time; close it and make a new one, whose next save is a "
+            "baseline of the live state",
             found=found,
         )  # fmt: skip
 

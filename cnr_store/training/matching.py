@@ -282,7 +282,10 @@ def _match_optimizers(
             )  # fmt: skip
         matched.append(document if fits else None)
     if strict and len(stored) > len(optimizers):
-        raise BadInput(f"the checkpoint has {len(stored)} optimizers, the manager {len(optimizers)}; give all of them")
+        raise BadInput(
+            f"the checkpoint has {len(stored)} optimizers, the manager {len(optimizers)}; give all of them, or restore "
+            "without their state with strict=False"
+        )
     return tuple(matched)
 
 
@@ -366,7 +369,12 @@ def _plan_shard(
     chosen = schema.slots if fits else {name: slot for name, slot in schema.slots.items() if name in live}
     if strict and not fits and schema.slots.keys() - live.keys():
         has = "no optimizer has it" if owner is None and not is_fused else f"its optimizer has {sorted(live)}"
-        raise BadInput(f"stored table {stored!r} has slots {sorted(schema.slots)}; of {mine!r}, {has}", table=mine)
+        raise BadInput(
+            f"stored table {stored!r} has slots {sorted(schema.slots)}; of {mine!r}, {has}. Give the parameter to an "
+            "optimizer of the class that saved it, or restore without these slots, as of a table that is frozen now, "
+            "with strict=False",
+            table=mine,
+        )
     slots = {}
     for name, slot in chosen.items():
         whole, layout = _slot_layout(schema, stored, name, layouts.get(name))

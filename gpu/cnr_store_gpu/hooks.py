@@ -110,8 +110,9 @@ def no_hook(*_: object) -> None:
 def replaced(watched: TrackedTable) -> BadInput:
     """Return the error for a table whose module has other weights."""
     return BadInput(
-        f"table {watched.table!r}: its module got another parameter after the tracker was "
-        f"attached; detach this tracker, and attach a new one",
+        f"table {watched.table!r}: its module got another parameter after the tracker was attached; close the manager "
+        "and make a new one, whose next save is a baseline of the live state (where there is no manager, detach this "
+        "tracker and attach a new one)",
         table=watched.table,
     )
 

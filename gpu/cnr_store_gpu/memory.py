@@ -151,6 +151,7 @@ def _moved(name: str, problem: str, expected: int, found: int) -> MemoryMoved:
     return MemoryMoved(
         f"the memory of {name!r} {problem}, as memory stashing does between forward and backward; its rows cannot be "
         "used now. Save or restore when it is back in its place. If you have replaced it for good, call "
-        "tracker.mark_all(table) and save again, or, for a table that a library shards, create a new manager",
+        "tracker.mark_all(table) and save again, or, for a table that a library shards, or where all tables moved, as "
+        "model.to() makes them, create a new manager",
         table=name, expected=expected, found=found,
     )  # fmt: skip

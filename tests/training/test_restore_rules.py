@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from cnr_store import CorruptStore, TableOptions
+from cnr_store.errors import BadInput
 from cnr_store.format.records import Manifest
 from cnr_store.training import CheckpointManager, StoreOptions
 from cnr_store.write.mirrors import MirrorMode
@@ -95,6 +96,43 @@ def test_an_extra_that_does_not_take_its_state_is_named_and_left_out(tmp_path: P
 
     assert "extras['own'], a Refusing, does not take its state of version 2" in told.value.__notes__[0]
     torch.testing.assert_close(other.weight, table.weight, rtol=0, atol=0.1)
+
+
+def test_frozen_tables_are_restored_without_their_slots_as_the_error_says(tmp_path: Path) -> None:
+    """The error named the slots that nothing takes, and no way to go on."""
+    url, (model, other) = str(tmp_path / "store"), (nn.Sequential(nn.Embedding(ROWS, 4), nn.Linear(4, 1)) for _ in "ab")
+    optimizer = torch.optim.Adagrad(model.parameters())
+    with CheckpointManager(url, model=model, optimizer=optimizer, options=TableOptions.exact()) as manager:
+        manager.save()
+
+    optimizer = torch.optim.Adagrad(other[1].parameters())
+    with CheckpointManager(url, model=other, optimizer=optimizer, options=TableOptions.exact()) as manager:
+        with pytest.raises(BadInput, match=r"has slots \['sum'\].* strict=False"):
+            manager.restore()
+        restored = manager.restore(strict=False)
+
+    assert restored is not None
+    assert "0.weight/sum" in restored.unexpected
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+def test_a_replaced_parameter_asks_for_a_new_manager_which_saves_it(tmp_path: Path) -> None:
+    """A save before the next lookup wrote the parameter of before, without an error."""
+    url, model = str(tmp_path / "store"), nn.Sequential(nn.Embedding(ROWS, 4))
+    manager = CheckpointManager(url, model=model, options=TableOptions.exact())
+    manager.save()
+    model[0].weight = nn.Parameter(torch.ones(ROWS, 4))
+
+    with pytest.raises(BadInput, match="got other weights"):
+        manager.save()
+    with pytest.raises(BadInput, match="close the manager and make a new one"):
+        model(torch.tensor([1]))
+    manager.close()
+    with CheckpointManager(url, model=model, options=TableOptions.exact()) as manager:
+        manager.save()
+        stored = manager.store.snapshot().table("0.weight").read()
+
+    np.testing.assert_array_equal(stored, np.ones((ROWS, 4), np.float32))
 
 
 def test_a_part_that_is_compiled_in_place_keeps_its_names(tmp_path: Path) -> None:
