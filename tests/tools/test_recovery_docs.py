@@ -148,6 +148,34 @@ def test_the_identity_is_put_back_from_the_relay(left: int) -> None:
     save("run-7", 70)
 
 
+def test_maintenance_goes_on_behind_a_lost_record_that_was_expired() -> None:
+    for step in (50, 60):
+        save("run-7", step)
+    with Store.open("run-7") as store:
+        version = store.latest_version()
+    Path("run-7", commit_key(version - 1)).unlink()
+
+    assert cnr("maintain", "run-7").code == 6
+    assert cnr("gc", "run-7", "--despite-damage").code == 0
+    assert cnr("maintain", "run-7").code == 0
+    found = cnr("verify", "run-7", "--all")
+    assert (found.code, f"commits/{version - 1:020d}.json" in found.out) == (1, True)
+    assert (cnr("log", "run-7").code, cnr("copy", "run-7", "other", "--all").code) == (6, 6)
+
+
+def test_a_lost_record_of_a_relay_is_put_back_from_the_source() -> None:
+    for step in (50, 60):
+        save("run-7", step)
+    run(BEFORE.splitlines()[0])
+    with Store.open("near/run-7") as relay:
+        key = commit_key(relay.latest_version() - 1)
+    Path("near/run-7", key).unlink()
+
+    assert cnr("verify", "near/run-7", "--all").code == 1
+    shutil.copy(Path("run-7", key), Path("near/run-7", key))
+    assert cnr("verify", "near/run-7", "--all").code == 0
+
+
 def test_a_damaged_chunk_is_repaired_without_a_relay() -> None:
     before = state("run-7", 3)
     with Store.open("run-7") as store:

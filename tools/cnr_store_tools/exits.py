@@ -56,7 +56,7 @@ class ExitCode(IntEnum):
     STORAGE = 7
     """The backend or the disk failed, or refused access."""
     UNSUPPORTED = 8
-    """A newer or another program, or an optional package, is needed."""
+    """A relay or a web server is only read; or a newer or another program, or an optional package, is needed."""
     UNFINISHED = 9
     """The time limit was reached; the next run continues."""
     INTERNAL = 70
