@@ -236,7 +236,7 @@ class Following:
         """``max_norm`` rewrites the rows in every forward, even in evaluation, and the padding row too."""
         if module.weight is not watched.weight:
             raise replaced(watched)
-        self.check_bypass([watched])
+        self.check_bypass(written([watched]))
         watched.marked = True
         learns = torch.is_grad_enabled() and module.weight.requires_grad and module.training
         self.looked_up(watched, args[0] if args else kwargs["input"], learns=learns)
@@ -264,7 +264,7 @@ class Following:
         stepped = self._stepped[id(optimizer)]
         stepped.refresh()
         has_closure = _has_closure(args, kwargs)
-        self.check_bypass(stepped.tables)
+        self.check_bypass(written(stepped.tables))
         gradients: Gradients = []
         dense_now: dict[str, list[TrackedTable]] = {}
         for group, tables in stepped.groups:
@@ -374,11 +374,11 @@ class Following:
         watched.bitmap.mark_all(watched.table)
 
     def check_bypass(self, tables: Sequence[TrackedTable]) -> None:
-        """Mark whole tables, and warn or raise, if their weights changed and nothing explains it.
+        """Mark those of the `written` tables whose change nothing explains as a whole, and warn or raise.
 
         Compares numbers that the host keeps; waits for no device.
         """
-        found = [one for one in written(tables) if self._is_bypassed(one)]
+        found = [one for one in tables if self._is_bypassed(one)]
         if not found:
             return
         for watched in found:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from cnr_store.errors import BadInput, TableNotFound
+from cnr_store.runtime.arguments import some_of
 from cnr_store.runtime.caller import warn_caller
 from cnr_store.types import RowIds
 from cnr_store_gpu import operators
@@ -238,10 +239,7 @@ def written(tables: Sequence[TrackedTable]) -> list[TrackedTable]:
 def named(tables: Sequence[TrackedTable]) -> str:
     """Return what a message calls these tables: how many, and the names of a few."""
     names = [one.table for one in tables]
-    if len(names) == 1:
-        return f"table {names[0]!r}"
-    few = ", ".join(map(repr, names[:5]))
-    return f"{len(names)} tables, {few}{f' and {len(names) - 5} more' * (len(names) > 5)}"
+    return f"table {names[0]!r}" if len(names) == 1 else f"{len(names)} tables, {some_of(names)}"
 
 
 def stamp_of(weight: torch.Tensor | None) -> tuple[int, int] | None:

@@ -33,6 +33,7 @@ from cnr_store_gpu.tracked_table import (
     TrackedTable,
     TrackedTables,
     restamp,
+    written,
 )
 
 InFlight = Literal["refuse", "remark"]
@@ -215,7 +216,7 @@ class RowTracker:
         watched = self._tables.find(name)
         tensor = tensor_of(name, ids)
         if not torch.compiler.is_compiling():
-            self._following.check_bypass([watched])
+            self._following.check_bypass(written([watched]))
         self._following.looked_up(watched, tensor, learns=learns)
 
     def lookup_slices(
@@ -244,7 +245,7 @@ class RowTracker:
         tensor = tensor_of(", ".join(names), ids)
         bounds = bounds_of(ends, len(slices.places), tensor.numel(), slices.words.device)
         if not torch.compiler.is_compiling():
-            self._following.check_bypass([self._tables.find(name) for name in dict.fromkeys(names)])
+            self._following.check_bypass(written([self._tables.find(name) for name in dict.fromkeys(names)]))
         operators.mark_slices(slices.words, tensor, bounds, slices.first_words, slices.num_rows)
         if learns:
             counts, key, is_traced = self._ledger.counts, self._ledger.key, torch.compiler.is_compiling()
@@ -364,7 +365,8 @@ class RowTracker:
         for table, sources in self._sources.items():
             for source in sources:
                 self.bitmap.of(table).mark(table, source.take())
-        self._following.check_bypass(list(self._tables))
+        if changed := written(list(self._tables)):
+            self._following.check_bypass(changed)
         for watched in self._tables:
             # A write that left the version alone (through `.data`) must not excuse one of a later interval.
             watched.declared = False

@@ -487,7 +487,7 @@ def test_lookups_in_flight_that_were_overwritten_are_one_warning() -> None:
         tracker.lookup(f"t{number}", rows)
     rows.fill_(0)
 
-    with pytest.warns(RuntimeWarning, match="8 tables, 't0', .* and 3 more: ids of a lookup were overw") as warned:
+    with pytest.warns(RuntimeWarning, match=r"8 tables, \['t0', .* and 3 more: ids of a lookup were overw") as warned:
         tracker.take()
 
     assert len(warned) == 1

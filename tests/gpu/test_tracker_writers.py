@@ -345,11 +345,15 @@ class OwnStep(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("happens", "of", "about"),
     [
-        ("an unknown optimizer", "12 tables, '0.weight', .* and 7 more: OwnStep: its step is not known", "'touched'"),
-        ("a write", "12 tables, '0.weight', .* and 7 more: written by something that no hook saw", "mark"),
+        (
+            "an unknown optimizer",
+            "12 tables, \\['0.weight', .* and 7 more: OwnStep: its step is not known",
+            "'touched'",
+        ),
+        ("a write", "12 tables, \\['0.weight', .* and 7 more: written by something that no hook saw", "mark"),
         (
             "weight decay",
-            "12 tables, '0.weight', .* and 7 more: SGD: weight_decay=0.1 moves .* now",
+            "12 tables, \\['0.weight', .* and 7 more: SGD: weight_decay=0.1 moves .* now",
             "every row is saved",
         ),
     ],
