@@ -340,10 +340,9 @@ def _refuse_new_tables(modules: Sequence[nn.Module], plan: StatePlan) -> None:
     TorchRec has an empty one where another rank holds the table.
     """
     held = {id(shard.parameter) for shard in plan.shards.values()}
-    names = {id(parameter): name for module in modules[:1] for name, parameter in module.named_parameters()}
     weights = [one._parameters.get("weight") for one in modules if isinstance(one, (nn.Embedding, nn.EmbeddingBag))]
-    strange = [one for one in weights if one is not None and one.numel() and id(one) not in held]
-    if found := sorted({names[id(one)] for one in strange if id(one) in names}):
+    strange = {id(one) for one in weights if one is not None and one.numel()} - held
+    if found := sorted(name for name, one in modules[0].named_parameters() if id(one) in strange) if strange else []:
         raise BadInput(
             f"{found[:5]} ({len(found)} embeddings) were added to the model, or got other weights, after this manager "
             "was made, which follows the tables of that time; close it and make a new one, whose next save is a "
